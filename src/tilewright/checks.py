@@ -1,0 +1,99 @@
+"""The argument checks that ops share, worded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.errors import DTypeError, InputError, sentence
+
+
+def tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise DTypeError(
+            sentence(op, name, f"is a {type(value).__name__}", "be a torch.Tensor", "Wrap it first.")
+        )
+
+
+def floating(op: str, name: str, value: torch.Tensor) -> None:
+    tensor(op, name, value)
+    if not value.is_floating_point():
+        raise DTypeError(
+            sentence(
+                op,
+                name,
+                f"has dtype {_dtype(value)}",
+                "be float32, float16 or bfloat16 (float64 on the torch backend)",
+                f"Convert it: {name}.float().",
+            )
+        )
+
+
+def has_dims(op: str, name: str, value: torch.Tensor) -> None:
+    if value.dim() == 0:
+        raise InputError(
+            sentence(op, name, "is 0-dimensional", "have at least one dim", f"Use {name}[None].")
+        )
+
+
+def same_device(op: str, name: str, value: torch.Tensor, other: str, there: torch.Tensor) -> None:
+    if value.device != there.device:
+        raise InputError(
+            sentence(
+                op,
+                name,
+                f"is on {value.device} but {other} on {there.device}",
+                "be on the same device",
+                f"Move it: {name}.to({other}.device).",
+            )
+        )
+
+
+def same_shape(op: str, name: str, value: torch.Tensor, wanted: tuple[int, ...], why: str) -> None:
+    if tuple(value.shape) != tuple(wanted):
+        raise InputError(
+            sentence(
+                op,
+                name,
+                f"has shape {tuple(value.shape)}",
+                f"have shape {tuple(wanted)}, {why}",
+                f"Reshape or slice {name}.",
+            )
+        )
+
+
+def same_dtype(op: str, name: str, value: torch.Tensor, other: str, there: torch.Tensor) -> None:
+    if value.dtype != there.dtype:
+        raise DTypeError(
+            sentence(
+                op,
+                name,
+                f"has dtype {_dtype(value)}",
+                f"have {other}'s, {_dtype(there)}",
+                f"Convert it: {name}.to({other}.dtype).",
+            )
+        )
+
+
+def no_overlap(op: str, name: str, value: torch.Tensor) -> None:
+    """For writing in place: no two elements may share memory."""
+    dims = zip(value.shape, value.stride(), strict=True)
+    extents = sorted((stride, size) for size, stride in dims if size > 1)
+    reach = 0  # the furthest element reached by the smaller strides
+    for stride, size in extents:
+        if stride <= reach:
+            raise InputError(
+                sentence(
+                    op,
+                    name,
+                    f"overlaps itself (shape {tuple(value.shape)}, strides {value.stride()})",
+                    "have every element in memory of its own to be written in place",
+                    f"Pass inplace=False, or {name}.clone().",
+                )
+            )
+        reach += (size - 1) * stride
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

@@ -1,0 +1,136 @@
+"""explain(): which backend would serve a call, why, and why not the others.
+
+Works on any tensors, meta ones included, and for a GPU that is not there: the public function runs
+up to its registered op, where `library` hands the call over instead of running it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright import dispatch, library
+from tilewright import gpu as gpus
+from tilewright.errors import InputError
+from tilewright.gpu import Gpu
+from tilewright.ops import registry
+from tilewright.spec import Args, Op, as_tuple, on_meta
+from tilewright.toolkit import recording
+
+
+@dataclass(frozen=True)
+class Explanation:
+    op: str
+    backend: str
+    asked_by: str
+    gpu: str | None
+    refused: dict[str, str]
+    kernels: tuple[str, ...] = ()
+    bytes_moved: int = 0
+    floor_us: float | None = None  # bytes over the datasheet's bandwidth; None where unknown
+    backward: str | None = None
+
+    def __str__(self) -> str:
+        where = f"on {self.gpu}" if self.gpu else "on the CPU"
+        lines = [f"{self.op} {where}: {self.backend} ({self.asked_by})"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
+        if self.kernels:
+            lines.append(f"  launches {', '.join(self.kernels)}")
+        if self.floor_us is not None:
+            lines.append(
+                f"  moves {self.bytes_moved:,} bytes: at least {self.floor_us:.1f} us at the "
+                "datasheet's bandwidth"
+            )
+        if self.backward:
+            lines.append(f"  backward: {self.backward}")
+        return "\n".join(lines)
+
+
+def explain(
+    op: str, *args: Any, gpu: str | Gpu | None = None, backend: str | None = None, **kwargs: Any
+) -> Explanation:
+    """Explain a call: `explain("rms_norm", x, (4096,), weight, gpu="h100")`.
+
+    `args` and `kwargs` are the public function's. `gpu` pretends that the tensors lie on that GPU.
+
+    >>> import torch, tilewright
+    >>> x = torch.empty(8, 4096, device="meta", dtype=torch.bfloat16)
+    >>> tilewright.explain("softmax", x, gpu="h100").backend
+    'triton'
+    """
+    target = gpus.pretend(gpu) if isinstance(gpu, str) else gpu
+    if target is None and any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
+        target = gpus.detect()
+    found, call = _registered_call(op, args, {**kwargs, "backend": backend})
+    found.check(*call[:-1])
+    plain = call[:-1]
+    choice = dispatch.choose(found, plain, backend=call[-1], gpu=target)
+    names = _kernels(choice, plain)
+    moved = _bytes(found, plain)
+    bandwidth = choice.gpu.bandwidth if choice.gpu else None
+    return Explanation(
+        op=found.name,
+        backend=choice.backend.name,
+        asked_by=choice.asked_by,
+        gpu=choice.gpu.name if choice.gpu else None,
+        refused=dict(choice.refused),
+        kernels=names,
+        bytes_moved=moved,
+        floor_us=moved / bandwidth * 1e6 if bandwidth else None,
+        backward=_backward(found, plain, choice),
+    )
+
+
+def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op, Args]:
+    """The op and arguments that the public function `name` would run."""
+    import tilewright
+
+    op = registry().get(name)
+    if op is None:
+        raise InputError(f"explain: op is {name!r}; it must be one of {', '.join(registry())}.")
+    function = getattr(tilewright, op.public)
+    listener: list[tuple[Op, Args]] = []
+    library.capturing.append(listener)
+    try:
+        function(*args, **kwargs)
+    except library.Captured:
+        return listener[0]
+    finally:
+        library.capturing.remove(listener)
+    raise AssertionError(f"{name} returned without reaching its op")
+
+
+def _kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
+    if choice.backend.technology == "torch" or choice.gpu is None:
+        return ()
+    try:
+        entry = dispatch.load(choice.backend.entry)
+    except ImportError:
+        return ()
+    with recording.recording() as requests:
+        entry(choice.gpu, *on_meta(args))
+    return tuple(recording.kernel_name(r) for r in requests)
+
+
+def _bytes(op: Op, args: Args) -> int:
+    tensors = [*args, *as_tuple(op.outputs(*on_meta(args)))]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def backward_call(op: Op, args: Args) -> Args:
+    """The arguments that autograd would hand to the op's backward, every gradient wanted."""
+    assert op.autograd is not None
+    outputs = as_tuple(op.outputs(*args))
+    return (*outputs, *op.autograd.saved(args, outputs, dict.fromkeys(op.arguments, True)))
+
+
+def _backward(op: Op, args: Args, choice: dispatch.Choice) -> str | None:
+    if op.autograd is None:
+        return None
+    call = backward_call(op, on_meta(args))
+    twin = op.autograd.op.backend(choice.backend.name) if choice.asked_by != "automatic" else None
+    wanted = twin.name if twin else None
+    found = dispatch.choose(op.autograd.op, call, backend=wanted, gpu=choice.gpu)
+    return found.backend.name

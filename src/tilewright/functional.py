@@ -1,0 +1,10 @@
+"""The torch.nn.functional-compatible face: the same functions under torch's names and signatures.
+
+    import tilewright.functional as F
+"""
+
+from tilewright.ops.relu.op import relu
+from tilewright.ops.rms_norm.op import rms_norm
+from tilewright.ops.softmax.op import softmax
+
+__all__ = ["relu", "rms_norm", "softmax"]

@@ -1,0 +1,284 @@
+"""torch.library registration made from an `Op`, and the short way around it.
+
+`register(op)` defines `torch.ops.tilewright.<name>` with its fake kernel, its autograd and its
+autocast rule, and returns `call(*args)`, which the public function uses. `call` steps around the
+dispatcher only when nothing needs it (see `_plain`): then a call is one dictionary look-up, one
+allocation and one launch. Everything else (the first call of a layout included) goes through
+torch.ops, so torch.compile, export, functional transforms and subclasses see an ordinary operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tilewright import dispatch
+from tilewright.errors import CaptureError
+from tilewright.spec import Args, Op
+
+LIBRARY = torch.library.Library("tilewright", "DEF")
+MAX_PLANS = 65_536  # layouts remembered per op; beyond it the oldest is forgotten
+
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_override = dispatch.override.get
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -2)  # -2: no tensor is there
+
+calls: dict[str, Callable[..., Any]] = {}  # every registered op's `call(*args, backend)`, by name
+capturing: list[list[tuple[Op, Args]]] = []  # explain() listens here; while it does, no shortcut
+
+
+def _plain() -> bool:
+    """Nothing between a call and its kernel: no mode, autocast, functional transform, forward AD."""
+    return not (
+        _function_modes()
+        or _dispatch_modes()
+        or _autocast()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+        or capturing
+    )
+
+
+def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a kernel's binary and launch depend on, for one tensor."""
+    if t is None:
+        return None
+    return (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
+
+
+def register(op: Op) -> Callable[..., Any]:
+    """Define the operator and return the function that calls it: `call(*args, backend)`."""
+    dispatch.declare(op)
+    signature, _, result = op.schema.partition(") ->")
+    LIBRARY.define(
+        f"{op.name}{signature}, str? backend=None) ->{result}",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    )
+    operator = getattr(getattr(torch.ops, op.namespace), op.name).default
+    plans: dict[Any, Callable[..., Any]] = {}
+    tensors = sum(part.strip(" (").startswith("Tensor") for part in signature.split(","))
+
+    def kernel(*args: Any) -> Any:
+        """The CPU and CUDA kernel: find or make the plan, run it."""
+        *plain_args, backend = _with_backend(op, args)
+        key = _key(args[:tensors], (*plain_args[tensors:], backend))
+        index = args[0].get_device()
+        with torch.cuda.device(index) if index >= 0 else nullcontext():
+            run = plans.get(key)
+            if run is None:
+                _refuse_cold_capture(op, plain_args)
+                run = dispatch.prepare(op, tuple(plain_args), backend)
+                while len(plans) >= MAX_PLANS:
+                    plans.pop(next(iter(plans)), None)
+                plans[key] = run
+            return run(*plain_args)
+
+    def fake(*args: Any) -> Any:
+        *plain_args, _ = _with_backend(op, args)
+        op.check(*plain_args)
+        return op.outputs(*plain_args)
+
+    function = _autograd_function(op)
+
+    def autograd(*args: Any) -> Any:
+        *plain_args, backend = _with_backend(op, args)
+
+        def below(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*args, backend)
+
+        needs_grad = _is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in plain_args
+        )
+        if needs_grad or forward_ad._current_level >= 0:
+            return function.apply(below, *plain_args, backend)
+        return below(*plain_args)
+
+    LIBRARY.impl(op.name, kernel, "CUDA")
+    LIBRARY.impl(op.name, kernel, "CPU")
+    LIBRARY.impl(op.name, autograd, "Autograd")
+    torch.library.register_fake(f"{op.namespace}::{op.name}", fake, lib=LIBRARY)
+    if op.autocast is not None:
+        _register_autocast(op, operator)
+
+    def slow(*args: Any) -> Any:
+        if capturing:
+            capturing[-1].append((op, args))
+            raise Captured
+        op.check(*args[:-1])
+        return operator(*args)
+
+    call = _caller(tensors, plans, slow, operator, function)
+    calls[op.name] = call
+    return call
+
+
+class Captured(Exception):
+    """Raised through a public function whose registered call `explain` wanted to see."""
+
+
+def _key(tensors: Args, rest: Args) -> tuple[Any, ...]:
+    return (*map(layout_key, tensors), rest, _override())
+
+
+def _with_backend(op: Op, args: Args) -> Args:
+    """torch.ops drops trailing defaults; put the backend back."""
+    return args if len(args) > len(op.arguments) else (*args, None)
+
+
+def _refuse_cold_capture(op: Op, args: list[Any]) -> None:
+    if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{op.name}: the first call for this layout came inside CUDA-graph capture, where nothing "
+            "may compile. Call it once with tensors of these shapes before the capture."
+        )
+
+
+def _caller(
+    tensors: int,
+    plans: dict[Any, Callable[..., Any]],
+    slow: Callable[..., Any],
+    operator: Any,
+    function: type[torch.autograd.Function],
+) -> Callable[..., Any]:
+    """`call(*args)` for ops whose first one, two or more arguments are tensors.
+
+    A plan allocates and launches on the current device, so a tensor elsewhere takes the slow way.
+    The C-level apply skips the Python wrapper that looks for functional transforms: `_plain` has.
+    """
+    apply = super(torch.autograd.Function, function).apply
+    ordinary = _ORDINARY
+
+    def one(x: torch.Tensor, *rest: Any) -> Any:
+        if _is_compiling():
+            return operator(x, *rest)
+        if x.__class__ in ordinary and x.get_device() == _current_device() and _plain():
+            run = plans.get((layout_key(x), rest, _override()))
+            if run is not None:
+                if x.requires_grad and _is_grad_enabled():
+                    return apply(run, x, *rest)
+                return run(x, *rest[:-1])
+        return slow(x, *rest)
+
+    def two(x: torch.Tensor, y: torch.Tensor | None, *rest: Any) -> Any:
+        if _is_compiling():
+            return operator(x, y, *rest)
+        if (
+            x.__class__ in ordinary
+            and x.get_device() == _current_device()
+            and (y is None or y.__class__ in ordinary)
+            and _plain()
+        ):
+            run = plans.get((layout_key(x), layout_key(y), rest, _override()))
+            if run is not None:
+                if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
+                    return apply(run, x, y, *rest)
+                return run(x, y, *rest[:-1])
+        return slow(x, y, *rest)
+
+    def many(*args: Any) -> Any:
+        if _is_compiling():
+            return operator(*args)
+        leading = args[:tensors]
+        if (
+            args[0].get_device() == _current_device()
+            and all(t is None or t.__class__ in ordinary for t in leading)
+            and _plain()
+        ):
+            run = plans.get(_key(leading, args[tensors:]))
+            if run is not None:
+                if _is_grad_enabled() and any(t is not None and t.requires_grad for t in leading):
+                    return apply(run, *args)
+                return run(*args[:-1])
+        return slow(*args)
+
+    return {1: one, 2: two}.get(tensors, many)
+
+
+def _autograd_function(op: Op) -> type[torch.autograd.Function]:
+    """One autograd.Function per op; `apply(run, *args, backend)` with `run` the forward below it."""
+    rule = op.autograd
+    many_outputs = "," in op.schema.partition("->")[2]
+    arguments = op.arguments
+
+    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+        *plain_args, backend = args
+        outputs = run(*plain_args)
+        if rule is None:
+            return outputs
+        as_tuple = outputs if many_outputs else (outputs,)
+        needs = dict(zip(arguments, ctx.needs_input_grad[1:], strict=False))
+        saved = rule.saved(tuple(plain_args), as_tuple, needs)
+        ctx.constants = [None if isinstance(a, torch.Tensor) else a for a in saved]
+        ctx.save_for_backward(*(a if isinstance(a, torch.Tensor) else None for a in saved))
+        # Autograd's threads do not see this thread's use_backend: take its word along.
+        wanted = backend or (dispatch.requested(op, None)[0] if _override() else None)
+        ctx.backend = wanted if wanted and rule.op.backend(wanted) else None
+        if many_outputs:
+            ctx.set_materialize_grads(False)
+            ctx.like = [(o.shape, o.dtype, o.device) for o in as_tuple]
+        return outputs
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if rule is None:
+            raise RuntimeError(
+                f"{op.name}: double backward is not implemented. Differentiate twice through "
+                f'backend="torch" in float64, or through torch\'s own function.'
+            )
+        if many_outputs and grads[0] is None:
+            shape, dtype, device = ctx.like[0]
+            grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+        saved = [
+            constant if tensor is None else tensor
+            for tensor, constant in zip(ctx.saved_tensors, ctx.constants, strict=True)
+        ]
+        results = calls[rule.op.name](*grads, *saved, ctx.backend)
+        results = results if isinstance(results, tuple) else (results,)
+        by_name = {n: r for names, r in zip(rule.gradients, results, strict=True) for n in names}
+        wanted = zip(arguments, ctx.needs_input_grad[1:], strict=False)
+        return (None, *(by_name.get(n) if need else None for n, need in wanted), None)
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            f"{op.name}: forward-mode AD is not implemented. Use reverse mode, or torch's own function."
+        )
+
+    body = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward),
+        "jvp": staticmethod(jvp),
+    }
+    return type(f"{op.name}_autograd", (torch.autograd.Function,), body)
+
+
+def register_with_backward(op: Op) -> Callable[..., Any]:
+    """Register an op and, once, the backward it names."""
+    if op.autograd is not None and op.autograd.op.name not in calls:
+        register(op.autograd.op)
+    return register(op)
+
+
+def _register_autocast(op: Op, operator: Any) -> None:
+    keys = {"AutocastCUDA": torch._C.DispatchKey.AutocastCUDA}
+    keys["AutocastCPU"] = torch._C.DispatchKey.AutocastCPU
+    rule = op.autocast
+    assert rule is not None
+    for name, key in keys.items():
+        excluded = torch._C.DispatchKeySet(key)
+
+        def autocast(*args: Any, excluded: Any = excluded) -> Any:
+            *plain_args, backend = _with_backend(op, args)
+            with torch._C._ExcludeDispatchKeyGuard(excluded):
+                return operator(*rule(*plain_args), backend)
+
+        LIBRARY.impl(op.name, autocast, name)

@@ -1,0 +1,122 @@
+"""Compile one wanted binary and read off what it needs: no GPU, no driver."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tilewright import gpu as gpus
+from tilewright.matrix.reach import Wanted, compiler
+from tilewright.toolkit.recording import Request
+
+TENSOR_CORES = re.compile(r"\b(wgmma|mma\.sync|tcgen05\.mma|wmma)")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one binary needs, and what is wrong with it, if anything."""
+
+    key: str
+    op: str
+    backend: str
+    kernel: str
+    dtype: str
+    sm: int
+    case: str
+    choice: str  # the launch choice, as text
+    compiler: str
+    registers: int = 0
+    spills: int = 0  # bytes
+    shared: int = 0  # bytes, static and dynamic
+    violation: str = ""
+
+
+def build(wanted: Wanted) -> Built:
+    """Compile and judge; a compiler's exception is a violation, not a crash."""
+    request = wanted.request
+    choice = ", ".join(f"{k}={v}" for k, v in (*request.constants, *request.options))
+    facts: dict[str, Any] = {
+        "key": wanted.key,
+        "op": wanted.op,
+        "backend": wanted.backend,
+        "kernel": wanted.kernel,
+        "dtype": wanted.dtype,
+        "sm": wanted.sm,
+        "case": wanted.case,
+        "choice": choice if request.technology != "cuda" else request.kernel,
+        "compiler": compiler(request.technology),
+    }
+    try:
+        compile_one = _cuda if request.technology == "cuda" else _triton
+        registers, spills, shared, text = compile_one(request, wanted.sm)
+    except Exception as e:
+        return Built(**facts, violation=f"does not compile: {type(e).__name__}: {str(e)[:300]}")
+    limit = gpus.arch_of(wanted.sm).shared_per_block
+    violation = ""
+    if shared > limit:
+        violation = f"shared memory {shared} exceeds the {limit} bytes of SM {wanted.sm}"
+    elif spills:
+        violation = f"spills {spills} bytes"
+    elif wanted.tensor_cores and not TENSOR_CORES.search(text):
+        violation = "no tensor-core instruction, though the declaration promises one"
+    return Built(**facts, registers=registers, spills=spills, shared=shared, violation=violation)
+
+
+def _cuda(request: Request, sm: int) -> tuple[int, int, int, str]:
+    from tilewright.toolkit import nvrtc
+
+    flags = tuple(value for _, value in request.options)
+    built = nvrtc.compile(request.source, request.kernel, sm, flags)
+    return built.registers, built.spill_bytes, built.static_shared + request.dynamic_shared, built.log
+
+
+def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import MockTensor, create_function_from_signature
+
+    kernel = request.kernel
+    target = GPUTarget("cuda", sm, 32)
+    backend = make_backend(target)
+    # Triton's own binder, so that arguments are specialised exactly as a launch would
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    arguments = [MockTensor.wrap_dtype(a) for a in request.arguments]
+    keywords = {**dict(request.constants), **dict(request.options), "debug": False}
+    bound, specialization, options = binder(*arguments, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, keywords, bound, specialization, options
+    )
+    source_class = ASTSource
+    if request.technology == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource as source_class
+    source = source_class(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    registers, spills = _usage(compiled.asm["cubin"])
+    return registers, spills, compiled.metadata.shared, compiled.asm["ptx"]
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and local-memory bytes (spills) as the bundled cuobjdump reports them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [_cuobjdump(), "-res-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = max(int(n) for n in re.findall(r"REG:(\d+)", text))
+    stack = max(int(n) for n in re.findall(r"STACK:(\d+)", text))
+    local = max(int(n) for n in re.findall(r"LOCAL:(\d+)", text))
+    return registers, max(stack, local)
+
+
+@lru_cache(maxsize=1)
+def _cuobjdump() -> str:
+    import triton
+
+    found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(found)

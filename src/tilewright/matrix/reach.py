@@ -1,0 +1,163 @@
+"""Which binaries can be reached: the launchers are asked, on meta tensors, with a pretend GPU.
+
+Nothing is listed twice by hand. Every declared case, in every dtype, forward and backward, on every
+backend that would serve it on that SM, runs its `prepare` while `recording` notes what it binds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tilewright import dispatch
+from tilewright import gpu as gpus
+from tilewright.explain import backward_call
+from tilewright.gpu import Gpu
+from tilewright.ops import registry
+from tilewright.spec import FLOATS, Args, Op, on_meta
+from tilewright.toolkit import recording
+from tilewright.toolkit.recording import Request, kernel_name
+
+SMS = (75, 80, 86, 89, 90, 100, 120)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One binary of the matrix, with the first call that reaches it."""
+
+    op: str
+    backend: str
+    dtype: str
+    case: str
+    sm: int
+    request: Request
+    tensor_cores: bool
+
+    @property
+    def kernel(self) -> str:
+        return kernel_name(self.request)
+
+    @property
+    def key(self) -> str:
+        """A hash of what is compiled: source, signature, constants, options, SM, compiler."""
+        return _digest(describe(self.request), self.sm, compiler(self.request.technology))
+
+
+def reachable(ops: Sequence[str] = (), sms: Sequence[int] = SMS) -> Iterator[Wanted]:
+    """Every distinct binary, SM by SM."""
+    for sm in sms:
+        gpu = gpus.pretend(f"sm_{sm}")
+        seen: set[str] = set()
+        for name in ops or registry():
+            for wanted in _of_op(registry()[name], gpu):
+                identity = describe(wanted.request)
+                if identity not in seen:
+                    seen.add(identity)
+                    yield wanted
+
+
+def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:
+    assert op.inputs is not None
+    for case in op.cases:
+        for dtype in FLOATS:
+            meta = _meta_inputs(op, case.dims, dtype)
+            for aligned in (True, False):
+                args = meta if aligned else _misaligned(meta)
+                yield from _of_call(op, args, gpu, dtype, case.name)
+                if op.autograd is not None:
+                    call = backward_call(op, args)
+                    yield from _of_call(op.autograd.op, call, gpu, dtype, case.name)
+
+
+def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:
+    tensor = next(a for a in args if isinstance(a, torch.Tensor))
+    for backend in op.backends:
+        if backend.technology == "torch":
+            continue
+        if dispatch.refusal(backend, op, args, tensor, gpu, pretending=True) is not None:
+            continue
+        with recording.recording() as requests:
+            dispatch.load(backend.entry)(gpu, *args)
+        for request in requests:
+            name = str(dtype).removeprefix("torch.")
+            yield Wanted(
+                op.name, backend.name, name, case, gpu.sm, request, backend.uses_tensor_cores
+            )
+
+
+def _meta_inputs(op: Op, dims: Any, dtype: torch.dtype) -> Args:
+    """The op's inputs without their data: made small in memory whatever the case's size."""
+    assert op.inputs is not None
+    with torch.device("meta"):  # no generator: a meta tensor takes no numbers
+        return on_meta(tuple(op.inputs(dims, dtype, "meta", None)))
+
+
+def _misaligned(args: Args) -> Args:
+    """The same call on tensors whose rows allow no 16-byte load."""
+
+    def off(a: Any) -> Any:
+        if not isinstance(a, torch.Tensor) or a.dim() < 2:
+            return a
+        strides = tuple(s + 1 if i == a.dim() - 2 else s for i, s in enumerate(a.stride()))
+        return torch.empty_strided(a.shape, strides, dtype=a.dtype, device="meta")
+
+    return tuple(off(a) for a in args)
+
+
+def describe(request: Request) -> str:
+    """Everything that makes two requests the same binary, as text."""
+    if request.technology == "cuda":
+        return repr((request.kernel, request.source.digest, request.options))
+    return repr(
+        (
+            kernel_name(request),
+            _source(request.kernel),
+            tuple(_kind(a) for a in request.arguments),
+            request.constants,
+            request.options,
+        )
+    )
+
+
+def _kind(argument: Any) -> str:
+    """What Triton specialises an argument on: kernels here specialise integers on nothing."""
+    if isinstance(argument, torch.dtype):
+        return f"*{argument}"
+    if isinstance(argument, torch.Tensor):
+        aligned = "" if argument.data_ptr() % 16 == 0 else " unaligned"
+        return f"*{argument.dtype}{aligned}"
+    if isinstance(argument, int):
+        return "i32" if -(2**31) <= argument < 2**31 else "i64"
+    return type(argument).__name__
+
+
+@lru_cache(maxsize=None)
+def _source(kernel: Any) -> str:
+    """The kernel's text and that of the helpers it may call."""
+    from tilewright.toolkit import triton_lib
+
+    module = inspect.getmodule(kernel.fn)
+    texts = [inspect.getsource(triton_lib), inspect.getsource(module) if module else ""]
+    return _digest(*texts)
+
+
+@lru_cache(maxsize=None)
+def compiler(technology: str) -> str:
+    """The compiler and its version: a new one makes new binaries."""
+    if technology == "cuda":
+        from tilewright.toolkit import nvrtc
+
+        return f"nvrtc {nvrtc.version()}"
+    import triton
+
+    return f"triton {triton.__version__}"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(str(p) for p in parts).encode()).hexdigest()[:24]

@@ -1,0 +1,132 @@
+"""Sizes that matter, with names: dimensions of real models, token counts, and sizes that break.
+
+Benchmarks use what models use, so that a number means something to somebody; tests use sizes
+around powers of two, where masks, vector widths and tile boundaries go wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dimensions of one decoder-only model, as its published config.json states them."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    source: str  # the repository whose config.json holds these numbers
+
+    @property
+    def q_size(self) -> int:
+        """Columns of the query projection; not `hidden` when heads are wider (Gemma 2)."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of a fused query-key-value projection."""
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def gate_up_size(self) -> int:
+        """Columns of a fused gate-and-up projection."""
+        return 2 * self.intermediate
+
+
+LLAMA_3_8B = Model(
+    name="Llama-3-8B",
+    hidden=4096,
+    intermediate=14336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    source="meta-llama/Meta-Llama-3-8B config.json",
+)
+LLAMA_3_70B = Model(
+    name="Llama-3-70B",
+    hidden=8192,
+    intermediate=28672,
+    layers=80,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    source="meta-llama/Meta-Llama-3-70B config.json",
+)
+QWEN_2_5_7B = Model(
+    name="Qwen2.5-7B",
+    hidden=3584,
+    intermediate=18944,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocab=152064,
+    source="Qwen/Qwen2.5-7B config.json",
+)
+MISTRAL_7B = Model(
+    name="Mistral-7B",
+    hidden=4096,
+    intermediate=14336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=32768,
+    source="mistralai/Mistral-7B-v0.3 config.json",
+)
+GEMMA_2_9B = Model(
+    name="Gemma-2-9B",
+    hidden=3584,
+    intermediate=14336,
+    layers=42,
+    heads=16,
+    kv_heads=8,
+    head_dim=256,
+    vocab=256000,
+    source="google/gemma-2-9b config.json",
+)
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {m.name: m for m in (LLAMA_3_8B, LLAMA_3_70B, QWEN_2_5_7B, MISTRAL_7B, GEMMA_2_9B)}
+)
+
+# Decode: one token per sequence, so tokens are the batch. Prefill: whole prompts.
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+# Powers of two and their neighbours: a mask off by one, a vector load past the end, a row that
+# ends inside a warp. Kept small enough for Triton's interpreter (about 2 ms per program).
+EDGE_COLUMNS = (
+    *(1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129),
+    *(255, 256, 257, 511, 513, 1000, 1023, 1024, 1025, 2047, 2049, 4095, 4097),
+)
+EDGE_ROWS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65)
+
+
+def random_shape(rng: random.Random, elements: int = 8192) -> tuple[int, ...]:
+    """(..., columns): an edge size or a random one, under a few leading dims, `elements` at most."""
+    columns = rng.choice(EDGE_COLUMNS) if rng.random() < 0.7 else rng.randint(1, 5000)
+    leading: list[int] = []
+    room = max(elements // columns, 1)
+    for _ in range(rng.randint(0, 3)):
+        size = rng.randint(1, max(min(room, 9), 1))
+        leading.append(size)
+        room //= size
+    return (*leading, columns)

@@ -1,0 +1,158 @@
+"""What an op *is*: frozen records that every other room reads and none extends.
+
+`Op` is the single declaration in `ops/<name>/op.py`. Dispatch, torch.library registration, verify,
+compile, bench, the CLI and the docs are all generic over it. Facts only: no skip lists, no styles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Args = tuple[Any, ...]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def on_meta(args: Args) -> Args:
+    """The same arguments without their data: shapes, strides and dtypes on the meta device."""
+    return tuple(
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+        if isinstance(a, torch.Tensor)
+        else a
+        for a in args
+    )
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """An op's result as the tuple of its outputs."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def accept_all(*args: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute an op. `entry` is a string, so that declaring costs no import.
+
+    A "torch" entry is called with the op's arguments. Every other entry is a `prepare`: it is called
+    with (gpu, *args), decides everything that depends on the layout alone, and returns `run(*args)`.
+    """
+
+    name: str  # what a user types: "triton", "cuda", "cuda_v1", "torch"
+    technology: str  # "triton", "gluon", "cuda" or "torch": which toolkit serves it
+    entry: str  # "package.module:function"
+    dtypes: tuple[torch.dtype, ...] | None = FLOATS  # of the first tensor; None: any floating dtype
+    min_sm: int = 75
+    max_sm: int = 999
+    accepts: Callable[..., str | None] = accept_all  # (*args) -> None, or why not
+    uses_tensor_cores: bool = False  # `compile` then looks for the instruction
+
+
+@dataclass(frozen=True)
+class Case:
+    """Named dims and options of one call; `group` says who wants it: edge, model or sweep.
+
+    Every op's dims hold "shape", the shape of its layout_argument.
+    """
+
+    name: str
+    dims: Mapping[str, Any]
+    group: str = "edge"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Arithmetic of one call and the unit it runs on. Bytes are counted from the real tensors."""
+
+    flops: float
+    unit: str = "fp32"
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """A mistake a user will make, and what it must raise."""
+
+    name: str
+    call: Callable[[Callable[..., Any], str], Any]  # (public function, device) -> never returns
+    raises: type[Exception]
+    says: tuple[str, ...]  # words the message must contain
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """How a forward reaches its backward, which is an op of its own."""
+
+    op: Op
+    saved: Callable[[Args, Args, Mapping[str, bool]], Args]
+    """(args, outputs, needs) -> the backward's arguments after the incoming gradients."""
+    gradients: tuple[tuple[str, ...], ...]
+    """For each result of the backward, the forward arguments it is the gradient of."""
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    summary: str
+    schema: str  # torch.library schema without the name: "(Tensor input, ...) -> Tensor"
+    reference: Callable[..., Any]  # eager torch, the definition of correct, in the schema's order
+    outputs: Callable[..., Any]  # (*args) -> empty outputs: the fake kernel and the stride rule
+    check: Callable[..., None]  # (*args) -> raises InputError or DTypeError
+    backends: tuple[Backend, ...]  # in order of preference; "torch" comes last
+    tolerance: Callable[..., tuple[torch.Tensor, ...]]
+    """(Rounding, outputs in float64, *args in float64) -> an absolute bound per output element."""
+    public: str = ""  # name of the public function; empty for ops only autograd calls
+    inputs: Callable[..., Args] | None = None  # (dims, dtype, device, generator) -> arguments
+    cases: tuple[Case, ...] = ()
+    sample: Callable[..., Mapping[str, Any]] | None = None  # (random.Random) -> dims
+    cost: Callable[..., Cost] | None = None  # (dims, dtype) -> Cost
+    baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    autograd: Autograd | None = None
+    autocast: Callable[..., Args] | None = None  # (*args) -> args; None: keeps the dtype
+    exact_inputs: Callable[..., Args] | None = None  # as inputs; the result is exact in any order
+    layout_argument: str = "input"  # the argument that verify gives hostile layouts
+    errors: tuple[BadInput, ...] = ()
+    namespace: str = "tilewright"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Argument names in the schema's order."""
+        inside = self.schema[self.schema.index("(") + 1 : self.schema.index(")")]
+        return tuple(part.split("=")[0].split()[-1] for part in inside.split(",") if part.strip())
+
+    def backend(self, name: str) -> Backend | None:
+        return next((b for b in self.backends if b.name == name), None)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Unit roundoffs of one run, for tolerances: u_out of the result, u32 of the arithmetic."""
+
+    u_out: float
+    u_in: float
+    tiny: float  # the smallest step of the output dtype near zero
+    u32: float = 2.0**-24
+
+    @staticmethod
+    def of(out: torch.dtype, inp: torch.dtype, *, interpreted: bool = False) -> Rounding:
+        return Rounding(_roundoff(out, interpreted), _roundoff(inp, interpreted), _tiny(out))
+
+
+def _roundoff(dtype: torch.dtype, interpreted: bool) -> float:
+    # Triton's interpreter truncates fp32 -> bf16 where a GPU rounds to nearest: one more bit.
+    if dtype == torch.bfloat16:
+        return 2.0**-7 if interpreted else 2.0**-8
+    return {torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}[dtype]
+
+
+def _tiny(dtype: torch.dtype) -> float:
+    # fp16 keeps subnormals. fp32 and bf16 share an exponent range in which GPUs' approximate
+    # exp2 and division flush to zero, so there the smallest normal is the honest step.
+    if dtype == torch.float16:
+        return 2.0**-24
+    return torch.finfo(dtype).tiny

@@ -1,0 +1,1 @@
+"""Shared by technology, ignorant of ops: launching, memory, row geometry, NVRTC, device helpers."""

@@ -1,0 +1,18 @@
+"""@triton.jit helpers that more than one op's kernels use."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_start(row, inner, outer_stride, inner_stride, VEC: tl.constexpr):
+    """First element of each row, as toolkit.rows lays rows out; strides come in vectors of VEC.
+
+    Multiplying by the constexpr VEC is how the compiler learns that a row starts at a multiple of a
+    16-byte vector: integers are not specialised, so one binary serves every size of a class.
+    """
+    outer_index = (row // inner).to(tl.int64)
+    inner_index = (row % inner).to(tl.int64)
+    return (outer_index * outer_stride + inner_index * inner_stride) * VEC

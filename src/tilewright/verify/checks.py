@@ -1,0 +1,291 @@
+"""The checks of `tilewright verify`, each generic over an op's declaration.
+
+A check is a function `(Context) -> iterator of Result`. They import neither pytest nor hypothesis:
+the tests stand on them, not the other way round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tilewright
+from tilewright import dispatch
+from tilewright.errors import UnsupportedError
+from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
+from tilewright.verify import compare, layouts
+from tilewright.verify.compare import Verdict
+from tilewright.verify.record import Result
+
+
+@dataclass(frozen=True)
+class Context:
+    """What one check runs on."""
+
+    op: Op
+    backend: str
+    device: str  # "cpu" or "cuda"
+    full: bool
+    cases: int  # random cases
+    seed: int
+
+    @property
+    def interpreted(self) -> bool:
+        return self.device == "cpu" and self.backend != "torch"
+
+    def serves(self, args: Args) -> bool:
+        """Skipping is asking: the declaration says what a backend takes."""
+        try:
+            dispatch.choose(self.op, args, backend=self.backend)
+        except UnsupportedError:
+            return False
+        return True
+
+    def result(
+        self, check: str, case: str, dtype: Any, phase: str, v: Verdict, seed: int | None = None
+    ) -> Result:
+        name = str(dtype).removeprefix("torch.")
+        return Result(
+            self.op.name, check, self.backend, case, name, phase, v.passed, v.ratio, v.error, v.message,
+            seed,
+        )  # fmt: skip
+
+    def inputs(self, dims: Any, dtype: torch.dtype, seed: int) -> Args:
+        assert self.op.inputs is not None
+        rng = torch.Generator().manual_seed(seed)
+        return tuple(self.op.inputs(dims, dtype, self.device, rng))
+
+
+Check = Callable[[Context], Iterator[Result]]
+
+
+def _both(c: Context, check: str, case: str, dtype: Any, args: Args, seed: int) -> Iterator[Result]:
+    """Forward and backward of one call."""
+    if not c.serves(args):
+        return
+    verdict, _ = compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
+    yield c.result(check, case, dtype, "forward", verdict, seed)
+    if c.op.autograd is not None:
+        verdict, _ = compare.backward(c.op, args, c.backend, seed, interpreted=c.interpreted)
+        yield c.result(check, case, dtype, "backward", verdict, seed)
+
+
+def cases(c: Context) -> Iterator[Result]:
+    """Every edge case the op declares, in every dtype."""
+    for case, dtype in itertools.product(_edge_cases(c), FLOATS):
+        args = c.inputs(case.dims, dtype, c.seed)
+        yield from _both(c, "cases", case.name, dtype, args, c.seed)
+
+
+def _edge_cases(c: Context) -> list[Case]:
+    edge = [case for case in c.op.cases if case.group == "edge"]
+    if c.full or c.device == "cuda":
+        return edge
+    # a quick run on a CPU keeps the sizes around the tile borders and one wide row
+    wide = [case for case in edge if max(case.dims["shape"]) > 32_768]
+    return [case for case in edge if case not in wide[1:]]
+
+
+def random_cases(c: Context) -> Iterator[Result]:
+    """Random dims, dtypes and layouts; the seed makes the whole case."""
+    assert c.op.sample is not None
+    for seed in range(c.seed, c.seed + c.cases):
+        rng = random.Random(seed)
+        dims, dtype = c.op.sample(rng), rng.choice(FLOATS)
+        args = tuple(_relaid(a, rng) for a in c.inputs(dims, dtype, seed))
+        yield from _both(c, "random", str(dims["shape"]), dtype, args, seed)
+
+
+def _relaid(a: Any, rng: random.Random) -> Any:
+    if not isinstance(a, torch.Tensor) or a.dim() < 2 or rng.random() < 0.4:
+        return a
+    return layouts.LAYOUTS[rng.choice(layouts.SAME_VALUES)](a)
+
+
+def exact(c: Context) -> Iterator[Result]:
+    """Inputs whose result is exact in any order of arithmetic: tolerance 0."""
+    if c.op.exact_inputs is None or c.op.sample is None:
+        return
+    for seed in range(c.seed, c.seed + max(c.cases // 2, 1)):
+        rng = random.Random(seed)
+        dims, dtype = {**c.op.sample(rng), "dtype": None}, rng.choice(FLOATS)
+        args = tuple(c.op.exact_inputs(dims, dtype, c.device, torch.Generator().manual_seed(seed)))
+        if not c.serves(args):
+            continue
+        verdict, got = compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
+        wanted = as_tuple(c.op.reference(*compare.in_float64(args)))
+        if not verdict.message:
+            for g, w in zip(got, wanted, strict=True):
+                if not torch.equal(g.double(), w):
+                    wrong = (g.double() - w).abs().max()
+                    verdict = Verdict(float("inf"), float(wrong), "not exact")
+        yield c.result("exact", str(dims["shape"]), dtype, "forward", verdict, seed)
+
+
+def hostile_layouts(c: Context) -> Iterator[Result]:
+    """Eight layouts: the bits of the contiguous path of the same alignment class, and right."""
+    dims = {"shape": (6, 128)}
+    for (name, layout), dtype in itertools.product(layouts.LAYOUTS.items(), FLOATS):
+        args = c.inputs(dims, dtype, c.seed)
+        place = c.op.arguments.index(c.op.layout_argument)
+        hostile = layout(args[place])
+        # the other tensors of the call take the hostile one's shape
+        plain = c.inputs({"shape": tuple(hostile.shape)}, dtype, c.seed)
+        args = (*plain[:place], hostile, *plain[place + 1 :])
+        if not c.serves(args):
+            continue
+        twin = hostile.contiguous().clone()
+        if not layouts.is_aligned(hostile):
+            twin = layouts.misaligned(twin)
+        twins = (*args[:place], twin, *args[place + 1 :])
+        for phase in ("forward", "backward"):
+            if phase == "forward":
+                verdict, got = compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
+                _, bits = compare.forward(c.op, twins, c.backend, interpreted=c.interpreted)
+            else:
+                seed = c.seed
+                verdict, got = compare.backward(
+                    c.op, args, c.backend, seed, interpreted=c.interpreted
+                )
+                _, bits = compare.backward(c.op, twins, c.backend, seed, interpreted=c.interpreted)
+            if verdict.passed and not compare.same_bits(got, bits):
+                verdict = Verdict(message="not the bits of the contiguous path")
+            yield c.result("layouts", name, dtype, phase, verdict)
+        # the incoming gradient takes the layout as well
+        outputs = as_tuple(c.op.outputs(*twins))
+        grads = [
+            layout(g) if g.dim() == 2 and name in layouts.SAME_VALUES else g
+            for g in compare.random_like(outputs, c.seed)
+        ]
+        verdict, _ = compare.backward(
+            c.op, twins, c.backend, c.seed, interpreted=c.interpreted, grads=grads
+        )
+        yield c.result("layouts", f"{name} gradient", dtype, "backward", verdict)
+
+
+def empty(c: Context) -> Iterator[Result]:
+    """Every subset of dims set to zero: empty results, and zero gradients for weights."""
+    shape = (2, 3, 16)
+    subsets = [s for r in (1, 2, 3) for s in itertools.combinations(range(3), r)]
+    for zeros in subsets:
+        sizes = tuple(0 if i in zeros else n for i, n in enumerate(shape))
+        args = c.inputs({"shape": sizes}, torch.float16, c.seed)
+        yield from _both(c, "empty", str(sizes), torch.float16, args, c.seed)
+
+
+def nan(c: Context) -> Iterator[Result]:
+    """A NaN or an infinity stays in its row; the other rows keep their bits."""
+    for bad, n, dtype in itertools.product((float("nan"), float("inf")), (33, 1024), FLOATS):
+        args = c.inputs({"shape": (5, n)}, dtype, c.seed)
+        x = args[0].clone()
+        x[2, n // 2] = bad
+        call = dispatch_call(c, (x, *args[1:]))
+        with torch.no_grad():
+            clean = as_tuple(dispatch_call(c, args)())
+            got = as_tuple(call())
+        wanted = as_tuple(c.op.reference(x.double(), *compare.in_float64(args[1:])))
+        verdict = Verdict()
+        for g, k, w in zip(got, clean, wanted, strict=True):
+            others = [0, 1, 3, 4]
+            if not compare.same_bits((g[others],), (k[others],)):
+                verdict = Verdict(message="another row changed")
+            elif not torch.equal(g[2].isnan(), w[2].isnan()):
+                verdict = Verdict(message="NaN where float64 has none, or none where it has one")
+        yield c.result("nan", f"{bad} of {n}", dtype, "forward", verdict)
+
+
+def dispatch_call(c: Context, args: Args) -> Callable[[], Any]:
+    return lambda: compare.calls[c.op.name](*args, c.backend)
+
+
+def repeat(c: Context) -> Iterator[Result]:
+    """The same call gives the same bits, forward and backward."""
+    times = 50 if c.device == "cuda" else 2
+    for dtype, n in itertools.product(FLOATS, (48, 1000)):
+        args = c.inputs({"shape": (300 if c.device == "cuda" else 40, n)}, dtype, c.seed)
+        first = _outputs_and_grads(c, args)
+        same = all(compare.same_bits(first, _outputs_and_grads(c, args)) for _ in range(times))
+        verdict = Verdict() if same else Verdict(message="bits differ from run to run")
+        yield c.result("repeat", f"{n} columns", dtype, "", verdict)
+
+
+def _outputs_and_grads(c: Context, args: Args) -> list[torch.Tensor]:
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+    outputs = as_tuple(compare.calls[c.op.name](*leaves, c.backend))
+    wanted = [a for a in leaves if isinstance(a, torch.Tensor)]
+    grads = torch.autograd.grad(outputs, wanted, compare.random_like(outputs, c.seed))
+    return [*(o.detach() for o in outputs), *grads]
+
+
+def errors(c: Context) -> Iterator[Result]:
+    """Every bad input raises what the declaration says, in words that help."""
+    function = getattr(tilewright, c.op.public)
+    for bad in c.op.errors:
+        message = ""
+        try:
+            bad.call(function, c.device)
+            message = "nothing was raised"
+        except Exception as e:
+            missing = [word for word in bad.says if word not in str(e)]
+            if not isinstance(e, bad.raises):
+                message = f"raised {type(e).__name__}, not {bad.raises.__name__}: {e}"
+            elif missing:
+                message = f"the message lacks {missing}: {e}"
+        yield c.result("errors", bad.name, "", "", Verdict(message=message))
+
+
+def offsets(c: Context) -> Iterator[Result]:
+    """Strides that take offsets past 2^31, in a subprocess: a 32-bit offset may crash it."""
+    command = [sys.executable, "-m", "tilewright.verify.offsets", c.op.name, c.backend, c.device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    message = ""
+    if done.returncode:
+        tail = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        message = f"exit code {done.returncode}: {tail[0]}"
+    yield c.result("offsets", "stride 2^24 x 130 rows", torch.float16, "", Verdict(message=message))
+
+
+def large(c: Context) -> Iterator[Result]:
+    """More than 2^31 elements for real; the last rows are the ones a 32-bit offset gets wrong."""
+    if c.device != "cuda" or not c.full:
+        return
+    n, rows = 4096, 2**31 // 4096 + 3
+    small = c.inputs({"shape": (4, n)}, torch.float16, c.seed)
+    first = tuple(
+        torch.zeros((rows, n), dtype=a.dtype, device=a.device).index_copy_(
+            0, torch.tensor([0, 1, rows - 2, rows - 1], device=a.device), a
+        )
+        if isinstance(a, torch.Tensor) and a.dim() == 2
+        else a
+        for a in small
+    )
+    with torch.no_grad():
+        got = as_tuple(compare.calls[c.op.name](*first, c.backend))
+        wanted = as_tuple(compare.calls[c.op.name](*small, c.backend))
+    ends = [torch.cat((g[:2], g[-2:])) for g in got]
+    message = "" if compare.same_bits(ends, wanted) else "the last rows are wrong"
+    yield c.result("large", f"{rows} x {n}", torch.float16, "forward", Verdict(message=message))
+
+
+CHECKS: dict[str, Check] = {
+    "cases": cases,
+    "random": random_cases,
+    "exact": exact,
+    "layouts": hostile_layouts,
+    "empty": empty,
+    "nan": nan,
+    "repeat": repeat,
+    "errors": errors,
+    "offsets": offsets,
+    "large": large,
+}

@@ -1,0 +1,187 @@
+"""One call against float64, on the rounded inputs, within a bound that theory gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tilewright.library import calls
+from tilewright.spec import Args, Op, Rounding, as_tuple, on_meta
+from tilewright.toolkit import memory
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Worst error of a call over its tolerance, or what else was wrong."""
+
+    ratio: float = 0.0
+    error: float = 0.0
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.message and self.ratio <= 1.0
+
+    def worst(self, other: Verdict) -> Verdict:
+        if self.message or other.message:
+            return self if self.message else other
+        return self if self.ratio >= other.ratio else other
+
+
+def in_float64(args: Sequence[Any]) -> list[Any]:
+    def wide(a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return a.detach().double()
+        return torch.float64 if isinstance(a, torch.dtype) else a
+
+    return [wide(a) for a in args]
+
+
+def roundings(outputs: Sequence[torch.Tensor], args: Sequence[Any], interpreted: bool) -> Any:
+    """A Rounding per output: of its own dtype, and of the coarsest input's."""
+    floats = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    coarsest = max(floats, key=lambda d: torch.finfo(d).eps)
+    return [Rounding.of(o.dtype, coarsest, interpreted=interpreted) for o in outputs]
+
+
+def within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> Verdict:
+    """|got - wanted| <= bound everywhere; NaN and infinities must stand where float64 has them."""
+    if got.shape != wanted.shape:
+        return Verdict(message=f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
+    if not got.numel():
+        return Verdict()
+    wide = got.detach().double()
+    limit = torch.finfo(got.dtype).max
+    overflows = wanted.abs() > limit
+    odd = (wide.isnan() != wanted.isnan()) | (wide.isinf() & wanted.isfinite() & ~overflows)
+    if bool(odd.any()):
+        at = tuple(odd.nonzero()[0].tolist())
+        return Verdict(message=f"{what}: {float(wide[at])} at {at} where float64 has {float(wanted[at])}")
+    plain = wanted.isfinite() & ~overflows
+    error = torch.where(plain, (wide - wanted).abs(), 0.0)
+    allowed = torch.where(plain, bound.expand_as(wanted), 1.0)
+    ratio = torch.where(error > 0, error / allowed, 0.0)  # a zero bound allows no error: inf
+    return Verdict(float(ratio.max()), float(error.max()))
+
+
+def like_torch(
+    got: torch.Tensor, wanted: torch.Tensor, torchs: torch.Tensor, u_out: float, what: str
+) -> Verdict:
+    """FlashAttention's rule: at most twice torch's own error in this dtype, above one rounding."""
+    finite = wanted.isfinite() & torchs.isfinite() & got.isfinite()
+    if not bool(finite.any()):
+        return Verdict()
+    ours = (got.double() - wanted).abs()[finite].max()
+    theirs = (torchs.double() - wanted).abs()[finite].max()
+    allowed = 2 * theirs + u_out * wanted[finite].abs().max() + torch.finfo(got.dtype).tiny
+    return Verdict(float(ours / allowed), float(ours))
+
+
+def judged(call: Callable[..., tuple[Verdict, Any]]) -> Callable[..., tuple[Verdict, Any]]:
+    """An exception is a verdict too: the run goes on and the report names it."""
+
+    @wraps(call)
+    def judge(*args: Any, **kwargs: Any) -> tuple[Verdict, Any]:
+        try:
+            return call(*args, **kwargs)
+        except Exception as e:
+            return Verdict(message=f"raised {type(e).__name__}: {e}"), ()
+
+    return judge
+
+
+@judged
+def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Verdict, Any]:
+    """Run the op in poisoned memory and judge every output. Returns the outputs too."""
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    with memory.guarded() as guard, torch.no_grad():
+        got = as_tuple(calls[op.name](*args, backend))
+    faults = guard.faults()
+    if faults:
+        return Verdict(message=faults[0]), got
+    for name, a, b in zip(op.arguments, args, before, strict=True):
+        if isinstance(a, torch.Tensor) and not torch.equal(_bits(a), _bits(b)):
+            return Verdict(message=f"argument {name} was changed"), got
+    expected = as_tuple(op.outputs(*on_meta(args)))
+    for o, e in zip(got, expected, strict=True):
+        if (o.dtype, o.shape, _real_strides(o)) != (e.dtype, e.shape, _real_strides(e)):
+            message = f"output is {o.dtype} {o.stride()}, declared {e.dtype} {e.stride()}"
+            return Verdict(message=message), got
+    wide = in_float64(args)
+    wanted = as_tuple(op.reference(*wide))
+    torchs = as_tuple(op.reference(*args))
+    verdict = Verdict()
+    for i, r in enumerate(roundings(got, args, interpreted)):
+        bound = op.tolerance(r, wanted, *wide)[i]
+        verdict = verdict.worst(within(got[i], wanted[i], bound, f"output {i}"))
+        verdict = verdict.worst(like_torch(got[i], wanted[i], torchs[i], r.u_out, f"output {i}"))
+    return verdict, got
+
+
+@judged
+def backward(
+    op: Op, args: Args, backend: str, seed: int, *, interpreted: bool, grads: Any = None
+) -> tuple[Verdict, Any]:
+    """Gradients through autograd, against float64 autograd of the reference."""
+    rule = op.autograd
+    assert rule is not None
+    names = [n for names in rule.gradients for n in names]
+    places = [i for i, n in enumerate(op.arguments) if n in names and args[i] is not None]
+    leaves = list(args)
+    for i in places:
+        leaves[i] = args[i].detach().requires_grad_()
+    with memory.guarded() as guard:
+        outputs = as_tuple(calls[op.name](*leaves, backend))
+        grads = grads or random_like(outputs, seed)
+        before = [g.clone() for g in grads]
+        got = torch.autograd.grad(outputs, [leaves[i] for i in places], grads)
+    if guard.faults():
+        return Verdict(message=guard.faults()[0]), got
+    if any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(grads, before, strict=True)):
+        return Verdict(message="the incoming gradient was changed"), got
+
+    wide, wide_grads = in_float64(args), in_float64(grads)
+    for i in places:
+        wide[i].requires_grad_()
+    wanted_out = as_tuple(op.reference(*wide))
+    wanted = torch.autograd.grad(wanted_out, [wide[i] for i in places], wide_grads)
+    needs = {op.arguments[i]: True for i in places}
+    detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in wide]
+    saved = rule.saved(tuple(detached), tuple(o.detach() for o in wanted_out), needs)
+    call64 = (*wide_grads, *saved)
+    by_name = dict(zip([op.arguments[i] for i in places], zip(got, wanted, strict=True), strict=True))
+    verdict = Verdict()
+    for j, group in enumerate(rule.gradients):
+        for name in group:
+            if name not in by_name:
+                continue
+            ours, theirs = by_name[name]
+            (r,) = roundings([ours], (*args, *outputs), interpreted)
+            results64 = tuple(by_name.get(g[0], (None, theirs.new_empty(0)))[1] for g in rule.gradients)
+            bound = rule.op.tolerance(r, results64, *call64)[j]
+            verdict = verdict.worst(within(ours, theirs, bound, f"gradient of {name}"))
+    return verdict, got
+
+
+def _real_strides(t: torch.Tensor) -> list[int]:
+    """Strides that matter: those of dims longer than one."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+def random_like(outputs: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(o.shape, generator=rng).to(o.dtype).to(o.device) for o in outputs]
+
+
+def same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return all(torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers: NaN equals itself, and -0 differs from 0."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().contiguous().view(kinds[t.element_size()])

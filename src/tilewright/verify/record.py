@@ -1,0 +1,32 @@
+"""What one check found. A run is a list of these; tables, JSON and exit codes are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    op: str
+    check: str  # cases, random, exact, layouts, empty, nan, repeat, errors, offsets, large
+    backend: str
+    case: str
+    dtype: str
+    phase: str  # "forward", "backward" or "" where there is no such thing
+    passed: bool
+    ratio: float = 0.0  # worst error over its tolerance; 1 is the limit
+    error: float = 0.0  # worst absolute error against float64
+    message: str = ""
+    seed: int | None = None
+
+    def repro(self, device: str) -> str:
+        """The command that runs this one case again."""
+        words = [f"tilewright verify {self.op} --device {device}", f"--only {self.check}"]
+        words.append(f"--backend {self.backend}")
+        if self.seed is not None:
+            words.append(f"--seed {self.seed} --cases 1")
+        return " ".join(words)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
