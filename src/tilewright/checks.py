@@ -12,7 +12,9 @@ from tilewright.errors import DTypeError, InputError, sentence
 def tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise DTypeError(
-            sentence(op, name, f"is a {type(value).__name__}", "be a torch.Tensor", "Wrap it first.")
+            sentence(
+                op, name, f"is a {type(value).__name__}", "be a torch.Tensor", "Wrap it first."
+            )
         )
 
 

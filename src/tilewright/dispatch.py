@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Choice:
 
 @contextmanager
 def use_backend(name: str | None = None, **by_op: str) -> Iterator[None]:
-    """Run the calls inside on one backend: `use_backend("triton")`, `use_backend(softmax="cuda_v1")`.
+    """Run the calls inside on one backend: `use_backend("triton")`, or `softmax="cuda_v1"` alone.
 
     A backward runs on the same backend where it has one of that name. Inside `torch.compile`d code,
     use the `backend=` argument instead: a compiled graph outlives this block.
@@ -102,7 +102,9 @@ def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = 
     wanted, asked_by = requested(op, backend)
     if wanted is not None and op.backend(wanted) is None:
         if op.public:
-            raise UnsupportedError(_cannot(op, wanted, asked_by, "it has no such backend", args, target))
+            raise UnsupportedError(
+                _cannot(op, wanted, asked_by, "it has no such backend", args, target)
+            )
         wanted, asked_by = None, "automatic"  # a backward without a twin of the forward's backend
     refused = []
     for candidate in op.backends:
@@ -115,7 +117,9 @@ def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = 
                 reason = refusal(other, op, args, tensor, target, pretending=gpu is not None)
                 if wanted is not None:
                     reason = f"{wanted} was asked for ({asked_by})"
-                refused.append((other.name, reason or f"{candidate.name} comes first and serves it"))
+                refused.append(
+                    (other.name, reason or f"{candidate.name} comes first and serves it")
+                )
             return Choice(op.name, candidate, tuple(refused), target, asked_by)
         if wanted is not None:
             raise UnsupportedError(_cannot(op, wanted, asked_by, reason, args, target))
@@ -132,8 +136,8 @@ def refusal(
         return None
     if gpu is None:
         return (
-            f"{op.layout_argument} is on {tensor.device.type}, and {backend.technology} kernels run "
-            "on CUDA devices (on the CPU under TRITON_INTERPRET=1)"
+            f"{op.layout_argument} is on {tensor.device.type}, and {backend.technology} kernels "
+            "run on CUDA devices (on the CPU under TRITON_INTERPRET=1)"
         )
     if not pretending:
         missing = _missing(backend.technology)
@@ -146,7 +150,9 @@ def refusal(
         return f"it is written for SM {backend.min_sm}{above}, and {gpu.name} is SM {gpu.sm}"
     if backend.dtypes is not None and tensor.dtype not in backend.dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in backend.dtypes)
-        return f"{op.layout_argument} is {str(tensor.dtype).removeprefix('torch.')}; it takes {names}"
+        return (
+            f"{op.layout_argument} is {str(tensor.dtype).removeprefix('torch.')}; it takes {names}"
+        )
     return backend.accepts(*args)
 
 
@@ -160,7 +166,7 @@ def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:
     return run
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(entry: str) -> Callable[..., Any]:
     module, _, function = entry.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
@@ -175,7 +181,7 @@ def _gpu_of(tensor: torch.Tensor) -> Gpu | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _missing(technology: str) -> str | None:
     """What is not installed, with the command that installs it."""
     if technology in ("triton", "gluon") and importlib.util.find_spec("triton") is None:
@@ -210,9 +216,7 @@ def _known_or_raise(name: str, where: str) -> None:
     )
 
 
-def _cannot(
-    op: Op, wanted: str, asked_by: str, reason: str, args: Args, gpu: Gpu | None
-) -> str:
+def _cannot(op: Op, wanted: str, asked_by: str, reason: str, args: Args, gpu: Gpu | None) -> str:
     tensor = next(a for a in args if isinstance(a, torch.Tensor))
     works = [
         b.name
@@ -230,5 +234,3 @@ def reset() -> None:
     from_environment.cache_clear()
     interpreting.cache_clear()
     _missing.cache_clear()
-
-

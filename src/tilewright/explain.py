@@ -64,22 +64,28 @@ def explain(
     if target is None and any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
         target = gpus.detect()
     found, call = _registered_call(op, args, {**kwargs, "backend": backend})
-    found.check(*call[:-1])
-    plain = call[:-1]
-    choice = dispatch.choose(found, plain, backend=call[-1], gpu=target)
-    names = _kernels(choice, plain)
-    moved = _bytes(found, plain)
+    return explain_call(found, call[:-1], gpu=target, backend=call[-1])
+
+
+def explain_call(
+    op: Op, args: Args, *, gpu: str | Gpu | None = None, backend: str | None = None
+) -> Explanation:
+    """The same for a registered op and its own arguments."""
+    target = gpus.pretend(gpu) if isinstance(gpu, str) else gpu
+    op.check(*args)
+    choice = dispatch.choose(op, args, backend=backend, gpu=target)
+    moved = _bytes(op, args)
     bandwidth = choice.gpu.bandwidth if choice.gpu else None
     return Explanation(
-        op=found.name,
+        op=op.name,
         backend=choice.backend.name,
         asked_by=choice.asked_by,
         gpu=choice.gpu.name if choice.gpu else None,
         refused=dict(choice.refused),
-        kernels=names,
+        kernels=_kernels(choice, args),
         bytes_moved=moved,
         floor_us=moved / bandwidth * 1e6 if bandwidth else None,
-        backward=_backward(found, plain, choice),
+        backward=_backward(op, args, choice),
     )
 
 

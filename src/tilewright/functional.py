@@ -1,6 +1,6 @@
 """The torch.nn.functional-compatible face: the same functions under torch's names and signatures.
 
-    import tilewright.functional as F
+import tilewright.functional as F
 """
 
 from tilewright.ops.relu.op import relu

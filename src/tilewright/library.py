@@ -38,7 +38,7 @@ capturing: list[list[tuple[Op, Args]]] = []  # explain() listens here; while it 
 
 
 def _plain() -> bool:
-    """Nothing between a call and its kernel: no mode, autocast, functional transform, forward AD."""
+    """Nothing between a call and its kernel: no mode, autocast, transform, forward AD."""
     return not (
         _function_modes()
         or _dispatch_modes()
@@ -139,8 +139,8 @@ def _with_backend(op: Op, args: Args) -> Args:
 def _refuse_cold_capture(op: Op, args: list[Any]) -> None:
     if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError(
-            f"{op.name}: the first call for this layout came inside CUDA-graph capture, where nothing "
-            "may compile. Call it once with tensors of these shapes before the capture."
+            f"{op.name}: the first call for this layout came inside CUDA-graph capture, where "
+            "nothing may compile. Call it once with tensors of these shapes before the capture."
         )
 
 
@@ -156,7 +156,7 @@ def _caller(
     A plan allocates and launches on the current device, so a tensor elsewhere takes the slow way.
     The C-level apply skips the Python wrapper that looks for functional transforms: `_plain` has.
     """
-    apply = super(torch.autograd.Function, function).apply
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     ordinary = _ORDINARY
 
     def one(x: torch.Tensor, *rest: Any) -> Any:
@@ -206,7 +206,7 @@ def _caller(
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """One autograd.Function per op; `apply(run, *args, backend)` with `run` the forward below it."""
+    """One autograd.Function per op: `apply(run, *args, backend)`, `run` the forward below it."""
     rule = op.autograd
     many_outputs = "," in op.schema.partition("->")[2]
     arguments = op.arguments
@@ -250,7 +250,7 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
-            f"{op.name}: forward-mode AD is not implemented. Use reverse mode, or torch's own function."
+            f"{op.name}: forward-mode AD is not implemented. Use reverse mode, or torch's function."
         )
 
     body = {

@@ -121,7 +121,7 @@ EDGE_ROWS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65)
 
 
 def random_shape(rng: random.Random, elements: int = 8192) -> tuple[int, ...]:
-    """(..., columns): an edge size or a random one, under a few leading dims, `elements` at most."""
+    """(..., columns): an edge size or a random one under leading dims, `elements` at most."""
     columns = rng.choice(EDGE_COLUMNS) if rng.random() < 0.7 else rng.randint(1, 5000)
     leading: list[int] = []
     room = max(elements // columns, 1)

@@ -40,8 +40,8 @@ def accept_all(*args: Any) -> str | None:
 class Backend:
     """One way to compute an op. `entry` is a string, so that declaring costs no import.
 
-    A "torch" entry is called with the op's arguments. Every other entry is a `prepare`: it is called
-    with (gpu, *args), decides everything that depends on the layout alone, and returns `run(*args)`.
+    A "torch" entry is called with the op's arguments. Every other entry is a `prepare`: called with
+    (gpu, *args), it decides all that depends on the layout alone, and returns `run(*args)`.
     """
 
     name: str  # what a user types: "triton", "cuda", "cuda_v1", "torch"

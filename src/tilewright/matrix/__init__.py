@@ -1,0 +1,8 @@
+"""The compile matrix: every kernel a launcher can ask for, compiled for every SM without a GPU."""
+
+from tilewright.matrix.build import Built, build
+from tilewright.matrix.ledger import Ledger
+from tilewright.matrix.reach import SMS, Wanted, reachable
+from tilewright.matrix.run import run, select
+
+__all__ = ["SMS", "Built", "Ledger", "Wanted", "build", "reachable", "run", "select"]

@@ -72,7 +72,12 @@ def _cuda(request: Request, sm: int) -> tuple[int, int, int, str]:
 
     flags = tuple(value for _, value in request.options)
     built = nvrtc.compile(request.source, request.kernel, sm, flags)
-    return built.registers, built.spill_bytes, built.static_shared + request.dynamic_shared, built.log
+    return (
+        built.registers,
+        built.spill_bytes,
+        built.static_shared + request.dynamic_shared,
+        built.log,
+    )
 
 
 def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
@@ -92,9 +97,11 @@ def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
     options, signature, constants, attributes = kernel._pack_args(
         backend, keywords, bound, specialization, options
     )
-    source_class = ASTSource
+    source_class: Any = ASTSource
     if request.technology == "gluon":
-        from triton.experimental.gluon._runtime import GluonASTSource as source_class
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_class = GluonASTSource
     source = source_class(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
     registers, spills = _usage(compiled.asm["cubin"])

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def _kind(argument: Any) -> str:
     return type(argument).__name__
 
 
-@lru_cache(maxsize=None)
+@cache
 def _source(kernel: Any) -> str:
     """The kernel's text and that of the helpers it may call."""
     from tilewright.toolkit import triton_lib
@@ -147,13 +147,13 @@ def _source(kernel: Any) -> str:
     return _digest(*texts)
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiler(technology: str) -> str:
     """The compiler and its version: a new one makes new binaries."""
     if technology == "cuda":
         from tilewright.toolkit import nvrtc
 
-        return f"nvrtc {nvrtc.version()}"
+        return f"nvrtc {nvrtc.nvrtc_version()}"
     import triton
 
     return f"triton {triton.__version__}"

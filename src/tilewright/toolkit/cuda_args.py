@@ -1,4 +1,4 @@
-"""How Python values are spelled for a CUDA C++ kernel: type names and the struct of a row layout."""
+"""How Python values are spelled for a CUDA C++ kernel: type names, and a row layout as a struct."""
 
 from __future__ import annotations
 

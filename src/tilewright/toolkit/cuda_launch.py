@@ -82,9 +82,7 @@ def make_run(
         if arguments.config is not None:
             arguments.config.hStream = stream
             return launch_cluster(arguments.config, function, address, 0)[0]
-        return launch_kernel(
-            function, gx, gy, gz, block, 1, 1, shared, stream, address, 0
-        )[0]
+        return launch_kernel(function, gx, gy, gz, block, 1, 1, shared, stream, address, 0)[0]
 
     def launch() -> None:
         if current() != index:
@@ -126,7 +124,8 @@ def _taking(count: int, has_null: bool, arguments: Arguments, launch: Callable[[
 
     if has_null:
         return run
-    return {2: run_two, 3: run_three}.get(count, run)
+    special: dict[int, Run] = {2: run_two, 3: run_three}
+    return special.get(count, run)
 
 
 def _load(loaded: Any, shape: Shape, index: int, shared_limit: int) -> None:
@@ -181,7 +180,8 @@ def _primary_context(index: int) -> tuple[Any, Any]:
     error, device = driver.cuDeviceGet(index)
     if error != driver.CUresult.CUDA_SUCCESS:
         return error, None
-    return driver.cuDevicePrimaryCtxRetain(device)
+    error, context = driver.cuDevicePrimaryCtxRetain(device)
+    return error, context
 
 
 def _raise(shape: Shape, error: Any) -> None:

@@ -1,11 +1,13 @@
 """The launch cache's lower half: a Triton or Gluon kernel bound to one layout, called directly.
 
-`kernel[grid](...)` re-derives the specialisation of every argument on each call: 16 to 21 us of CPU.
-`bind` asks Triton for the compiled kernel once and returns a callable that hands pointers straight
-to Triton's own C launcher: 5.7 us (H200 host, triton 3.6.0, 2026-11). What the binary depends on
-(dtypes, 16-byte alignment of pointers, integers, constexprs, options, device) is fixed at bind time;
-the callers' plan cache is keyed by all of it (`library.layout_key`), and calls with the tensors'
-device current (`library` guards it). The stream is the current one of that device, read per call.
+`kernel[grid](...)` re-derives the specialisation of every argument on each call: 16 to 21 us of
+CPU. `bind` asks Triton for the compiled kernel once and returns a callable that hands pointers
+straight to Triton's own C launcher: 5.7 us (H200 host, triton 3.6.0, 2026-11).
+
+What the binary depends on (dtypes, 16-byte alignment of pointers, integers, constexprs, options,
+device) is fixed at bind time; the callers' plan cache is keyed by all of it (`library.layout_key`),
+and calls with the tensors' device current (`library` guards it). The stream is the current one of
+that device, read per call.
 
 Three ways to launch, best first; `route()` says which this Triton allows and `doctor` reports it:
   direct   the C function behind CompiledKernel.run (triton 3.6, whose argument order is known)
@@ -49,7 +51,7 @@ def bind(
     The kernel's parameters are `tensors`, `absent` more pointers that are always null, `scalars`,
     then `constants` by name. A dtype stands for an output that does not exist yet.
     """
-    full_grid = (*grid, 1, 1)[:3]
+    full_grid: Any = (*grid, 1, 1)[:3]
     name = getattr(kernel, "__name__", None) or kernel.fn.__name__
     if any(size > limit for size, limit in zip(full_grid, MAX_GRID, strict=True)):
         raise LaunchError(f"{name}: grid {full_grid} exceeds what CUDA can launch, {MAX_GRID}")
@@ -122,9 +124,9 @@ def _direct_caller(
     assert _current_stream is not None
     index = torch.cuda.current_device()
     stream, hooked = _current_stream, _hooked()
-    head = (compiled.function, compiled.packed_metadata, None, None, None)
+    head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
     if way == "direct" and not (launch.global_scratch_size or launch.profile_scratch_size):
-        # C launcher, 3.6: (grid, stream, function, cooperative, pdl, scratch x2, metadata, hooks x3)
+        # C launcher, 3.6: grid, stream, function, cooperative, pdl, scratch x2, metadata, hooks x3
         flags = (launch.launch_cooperative_grid, launch.launch_pdl, None, None)
         head = (compiled.function, *flags, compiled.packed_metadata, None, None, None)
         launch = launch.launch

@@ -195,7 +195,7 @@ def nvrtc_version() -> str:
 def unavailable() -> str | None:
     """What CUDA C++ lacks on this machine and the command that brings it, or None."""
     try:
-        import cuda.bindings.nvrtc  # noqa: F401
+        import cuda.bindings.nvrtc
         import cuda.core  # noqa: F401
     except ImportError as error:
         return f"CUDA C++ kernels need cuda-core and cuda-bindings ({error}): {WHEELS}"

@@ -1,9 +1,9 @@
 """Tensors seen as rows: what lets one kernel serve any leading dims and most strides, uncopied.
 
 A tensor of shape (..., n) whose last dim is contiguous is `count` rows of n elements. Leading dims
-are merged where their strides allow; what remains must be at most two levels, so that a kernel finds
-row r at `(r // inner) * outer_stride + (r % inner) * inner_stride`. That covers slices, steps,
-expanded dims and fused-QKV views. Anything wilder is copied once (`rows_of` returns None).
+are merged where their strides allow; what remains must be at most two levels, so that a kernel
+finds row r at `(r // inner) * outer_stride + (r % inner) * inner_stride`. That covers slices,
+steps, expanded dims and fused-QKV views. Anything wilder is copied once (`rows_of` returns None).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def contiguous_rows(shape: Sequence[int]) -> Rows:
 def vector_width(n: int, *operands: tuple[torch.Tensor, Rows | None]) -> int:
     """Elements per 16-byte load if every operand allows it, else 1.
 
-    The widest dtype decides, so that all operands of a kernel share one width. This is the alignment
-    class of a call: calls of one class run the same binary and give the same bits.
+    The widest dtype decides, so that all operands of a kernel share one width. This is the
+    alignment class of a call: calls of one class run the same binary and give the same bits.
     """
     vec = min(VECTOR_BYTES // tensor.element_size() for tensor, _ in operands)
     for tensor, rows in operands:

@@ -19,6 +19,7 @@ import torch
 import tilewright
 from tilewright import dispatch
 from tilewright.errors import UnsupportedError
+from tilewright.library import calls
 from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
 from tilewright.verify import compare, layouts
 from tilewright.verify.compare import Verdict
@@ -53,8 +54,8 @@ class Context:
     ) -> Result:
         name = str(dtype).removeprefix("torch.")
         return Result(
-            self.op.name, check, self.backend, case, name, phase, v.passed, v.ratio, v.error, v.message,
-            seed,
+            self.op.name, check, self.backend, case, name, phase, v.passed, v.ratio, v.error,
+            v.message, seed,
         )  # fmt: skip
 
     def inputs(self, dims: Any, dtype: torch.dtype, seed: int) -> Args:
@@ -202,7 +203,7 @@ def nan(c: Context) -> Iterator[Result]:
 
 
 def dispatch_call(c: Context, args: Args) -> Callable[[], Any]:
-    return lambda: compare.calls[c.op.name](*args, c.backend)
+    return lambda: calls[c.op.name](*args, c.backend)
 
 
 def repeat(c: Context) -> Iterator[Result]:
@@ -221,7 +222,7 @@ def _outputs_and_grads(c: Context, args: Args) -> list[torch.Tensor]:
         a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in args
     ]
-    outputs = as_tuple(compare.calls[c.op.name](*leaves, c.backend))
+    outputs = as_tuple(calls[c.op.name](*leaves, c.backend))
     wanted = [a for a in leaves if isinstance(a, torch.Tensor)]
     grads = torch.autograd.grad(outputs, wanted, compare.random_like(outputs, c.seed))
     return [*(o.detach() for o in outputs), *grads]
@@ -270,8 +271,8 @@ def large(c: Context) -> Iterator[Result]:
         for a in small
     )
     with torch.no_grad():
-        got = as_tuple(compare.calls[c.op.name](*first, c.backend))
-        wanted = as_tuple(compare.calls[c.op.name](*small, c.backend))
+        got = as_tuple(calls[c.op.name](*first, c.backend))
+        wanted = as_tuple(calls[c.op.name](*small, c.backend))
     ends = [torch.cat((g[:2], g[-2:])) for g in got]
     message = "" if compare.same_bits(ends, wanted) else "the last rows are wrong"
     yield c.result("large", f"{rows} x {n}", torch.float16, "forward", Verdict(message=message))

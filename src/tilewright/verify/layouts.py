@@ -73,7 +73,9 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     """The alignment class: whether kernels may read this tensor 16 bytes at a time."""
     view = rows_of(tensor.shape, tensor.stride())
     if view is None:
-        return tensor.shape[-1] * tensor.element_size() % VECTOR_BYTES == 0  # copied: fresh, aligned
+        return (
+            tensor.shape[-1] * tensor.element_size() % VECTOR_BYTES == 0
+        )  # copied: fresh, aligned
     steps = (view.outer_stride, view.inner_stride, view.n)
     whole = all(step * tensor.element_size() % VECTOR_BYTES == 0 for step in steps)
     return whole and tensor.data_ptr() % VECTOR_BYTES == 0

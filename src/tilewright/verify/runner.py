@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from tilewright.verify.record import Result
 # random cases per op and backend: (quick, full)
 RANDOM = {"cpu": (40, 500), "cuda": (200, 5000)}
 ONCE_PER_OP = ("errors",)
+SEEDED = ("random", "exact")
+PIECE = 50
 
 
 def backends_on(op_name: str, device: str) -> list[str]:
@@ -54,38 +59,67 @@ def plan(
             for check in CHECKS:
                 if (only and check not in only) or (i and check in ONCE_PER_OP):
                     continue
-                steps.append((check, context))
+                steps += [(check, part) for part in _parts(check, context)]
     return steps
 
 
+def _parts(check: str, context: Context) -> list[Context]:
+    """Seeded checks in pieces, so that cores share them and a progress bar moves."""
+    if check not in SEEDED:
+        return [context]
+    starts = range(0, context.cases, PIECE)
+    return [
+        replace(context, seed=context.seed + start, cases=min(PIECE, context.cases - start))
+        for start in starts
+    ]
+
+
 def run(
-    steps: Sequence[tuple[str, Context]],
-    *,
-    fail_fast: bool = False,
-    progress: Callable[[str, Context, int], None] | None = None,
-) -> Iterator[Result]:
-    """Run the steps and yield every result."""
-    for check, context in steps:
+    steps: Sequence[tuple[str, Context]], *, fail_fast: bool = False, workers: int = 1
+) -> Iterator[list[Result]]:
+    """Run the steps and yield each one's results; several processes share the steps on a CPU."""
+    for _, context in steps[:1]:
         _interpreter_or_raise(context)
-        done = 0
-        # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold
-        with np.errstate(all="ignore"):
-            for result in CHECKS[check](context):
-                yield result
-                done += 1
-                if progress is not None:
-                    progress(check, context, done)
-                if fail_fast and not result.passed:
-                    return
-        if context.device == "cuda":
-            torch.cuda.synchronize()  # a device error belongs to the check that caused it
+    if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        for step in steps:
+            results = run_step(step)
+            yield results
+            if fail_fast and not all(r.passed for r in results):
+                return
+        return
+    _steps[:] = steps
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=forked, initializer=_one_thread) as pool:
+        for done in as_completed([pool.submit(_run_nth, i) for i in range(len(steps))]):
+            yield done.result()
+
+
+def run_step(step: tuple[str, Context]) -> list[Result]:
+    check, context = step
+    # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold
+    with np.errstate(all="ignore"):
+        results = list(CHECKS[check](context))
+    if context.device == "cuda":
+        torch.cuda.synchronize()  # a device error belongs to the check that caused it
+    return results
+
+
+_steps: list[tuple[str, Context]] = []  # inherited by forked workers: declarations do not pickle
+
+
+def _run_nth(index: int) -> list[Result]:
+    return run_step(_steps[index])
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def _interpreter_or_raise(context: Context) -> None:
     if context.device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") not in ("1", "true"):
         raise InputError(
-            "verify: kernels run on the CPU only in Triton's interpreter, which must be chosen before "
-            "triton is imported. Use `tilewright verify --device cpu`, which starts it that way."
+            "verify: kernels run on the CPU only in Triton's interpreter, which must be chosen "
+            "before triton is imported. Use `tilewright verify --device cpu`: it starts that way."
         )
 
 

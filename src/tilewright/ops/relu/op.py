@@ -17,9 +17,7 @@ from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, R
 HERE = "tilewright.ops.relu"
 
 
-def relu(
-    input: torch.Tensor, inplace: bool = False, *, backend: str | None = None
-) -> torch.Tensor:
+def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = None) -> torch.Tensor:
     """max(input, 0), as torch.nn.functional.relu; a NaN stays a NaN.
 
     >>> import torch, tilewright

@@ -92,7 +92,7 @@ def _result_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _view(tensor: torch.Tensor, strides: tuple[int, ...]) -> Rows | None:
-    """The tensor as rows of an output with `strides`, or None if it must be copied to them first."""
+    """The tensor as rows of an output with `strides`, or None if it must be copied first."""
     dims = zip(tensor.shape, tensor.stride(), strides, strict=True)
     if all(size <= 1 or mine == theirs for size, mine, theirs in dims):
         return Rows(1, tensor.numel(), 1, 0, 0)

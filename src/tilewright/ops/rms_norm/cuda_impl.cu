@@ -1,8 +1,9 @@
 // RMSNorm, RMSNorm of a residual sum, and the backward of both.
 //
-// *_rows   a group of lanes or a whole block owns a row and keeps it in registers as loaded: the row
-//          is read once and written once, and the weight is on its way while the squares are summed.
-// *_long   the row is too long for registers: a block reads it twice, the second time mostly from L2.
+// *_rows   a group of lanes or a whole block owns a row and keeps it in registers as loaded: it is
+//          read once and written once, and the weight is on its way while the squares are summed.
+// *_long   the row is too long for registers: a block reads it twice, the second time mostly from
+//          L2.
 // backward persistent blocks walk down the rows; each thread owns the same columns of every row, so
 //          the weight's gradient stays in its registers until the end. Partials go to memory and
 //          sum_partials adds them in a fixed order: no atomics, the same bits on every run.
@@ -20,8 +21,8 @@ constexpr int GROUP_THREADS = 128;
 constexpr int FORWARD_THREADS = 1024;  // 64 registers a thread
 constexpr int BACKWARD_THREADS = 512;  // 128: two operands, the weight and its gradient
 
-// Threads of a row. Where a block loads single elements it is always full: a constant distance spares
-// each load its own 64-bit address, without which the longest unrolled loops spill.
+// Threads of a row. Where a block loads single elements it is always full: a constant distance
+// spares each load its own 64-bit address, without which the longest unrolled loops spill.
 template <int VEC, bool GROUP> __device__ __forceinline__ int lanes_of_row(int lanes, int full) {
   return !GROUP && VEC == 1 ? full : lanes;
 }
@@ -150,22 +151,24 @@ __device__ __forceinline__ void normalise_long(
 
 template <class T, int VEC, int PACKS, bool GROUP>
 __global__ void __launch_bounds__(GROUP ? GROUP_THREADS : FORWARD_THREADS, 1) rms_norm_rows(
-    T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight, Rows input_rows, unsigned rows, int n, int lanes,
-    Options options) {
+    T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight,
+    Rows input_rows, unsigned rows, int n, int lanes, Options options) {
   normalise_rows<T, VEC, PACKS, GROUP, false>(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, rows, n, lanes, options);
 }
 
 template <class T, int VEC>
 __global__ void __launch_bounds__(FORWARD_THREADS) rms_norm_long(
-    T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight, Rows input_rows, int n, Options options) {
+    T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight,
+    Rows input_rows, int n, Options options) {
   normalise_long<T, VEC, false>(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, n, options);
 }
 
 template <class T, int VEC, int PACKS, bool GROUP>
 __global__ void __launch_bounds__(GROUP ? GROUP_THREADS : FORWARD_THREADS, 1) add_rms_norm_rows(
-    T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input, const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
+    T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input,
+    const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, int lanes, Options options) {
   normalise_rows<T, VEC, PACKS, GROUP, true>(
       out, sum, input, residual, weight, input_rows, residual_rows, rows, n, lanes, options);
@@ -173,7 +176,8 @@ __global__ void __launch_bounds__(GROUP ? GROUP_THREADS : FORWARD_THREADS, 1) ad
 
 template <class T, int VEC>
 __global__ void __launch_bounds__(FORWARD_THREADS) add_rms_norm_long(
-    T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input, const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
+    T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input,
+    const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
     Rows residual_rows, int n, Options options) {
   normalise_long<T, VEC, true>(
       out, sum, input, residual, weight, input_rows, residual_rows, n, options);
@@ -195,7 +199,8 @@ __device__ __forceinline__ Statistics statistics(float xx, float gx, int n, floa
 }
 
 template <class T, int VEC>
-__device__ __forceinline__ float factor(const Pack<T, VEC>& weight, int j, bool weighted, float offset) {
+__device__ __forceinline__ float factor(
+    const Pack<T, VEC>& weight, int j, bool weighted, float offset) {
   return weighted ? weight[j] + offset : 1.0f;
 }
 
@@ -214,9 +219,36 @@ __device__ __forceinline__ Pack<T, VEC> input_gradient(
   return Pack<T, VEC>::of(dx);
 }
 
+// One row of partials per warp if groups own rows, else one per block.
+template <int VEC, int PACKS, bool GROUP>
+__device__ __forceinline__ void write_partial(
+    float* partial, const float (&dw)[PACKS][VEC], int n, int lanes) {
+  const int lane = GROUP ? threadIdx.x % lanes : threadIdx.x;
+  const unsigned warps = blockDim.x / WARP_SIZE;
+  const unsigned slot = GROUP ? blockIdx.x * warps + threadIdx.x / WARP_SIZE : blockIdx.x;
+  const bool writes = !GROUP || threadIdx.x % WARP_SIZE < lanes;
+  partial += static_cast<long long>(slot) * n;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int column = (i * lanes + lane) * VEC;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      float total = dw[i][j];
+      if (GROUP) {  // the groups of a warp own the same columns
+        for (int distance = lanes; distance < WARP_SIZE; distance *= 2) {
+          total += __shfl_xor_sync(FULL_WARP, total, distance);
+        }
+      }
+      if (writes && column < n) partial[column + j] = total;
+    }
+  }
+}
+
 template <class T, int VEC, int PACKS, bool GROUP>
-__global__ void __launch_bounds__(GROUP ? GROUP_THREADS : BACKWARD_THREADS, 1) rms_norm_backward_rows(
-    T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad, const T* __restrict__ grad_residual, const T* __restrict__ input, const T* __restrict__ weight,
+__global__ void __launch_bounds__(GROUP ? GROUP_THREADS : BACKWARD_THREADS, 1)
+rms_norm_backward_rows(
+    T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
+    const T* __restrict__ grad_residual, const T* __restrict__ input, const T* __restrict__ weight,
     Rows grad_rows, Rows residual_rows, Rows input_rows, unsigned rows, int n, int threads_of_row,
     Options options) {
   const int lanes = lanes_of_row<VEC, GROUP>(threads_of_row, BACKWARD_THREADS);
@@ -283,29 +315,13 @@ __global__ void __launch_bounds__(GROUP ? GROUP_THREADS : BACKWARD_THREADS, 1) r
     }
   }
 
-  if (partial == nullptr) return;
-  const unsigned warps = blockDim.x / WARP_SIZE;
-  const unsigned slot = GROUP ? blockIdx.x * warps + threadIdx.x / WARP_SIZE : blockIdx.x;
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int column = (i * lanes + lane) * VEC;
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      float total = dw[i][j];
-      if (GROUP) {  // the groups of a warp own the same columns
-        for (int distance = lanes; distance < WARP_SIZE; distance *= 2) {
-          total += __shfl_xor_sync(FULL_WARP, total, distance);
-        }
-      }
-      const bool writes = !GROUP || threadIdx.x % WARP_SIZE < lanes;
-      if (writes && column < n) partial[static_cast<long long>(slot) * n + column + j] = total;
-    }
-  }
+  if (partial) write_partial<VEC, PACKS, GROUP>(partial, dw, n, lanes);
 }
 
 template <class T, int VEC>
 __global__ void __launch_bounds__(BACKWARD_THREADS, 1) rms_norm_backward_long(
-    T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad, const T* __restrict__ grad_residual, const T* __restrict__ input, const T* __restrict__ weight,
+    T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
+    const T* __restrict__ grad_residual, const T* __restrict__ input, const T* __restrict__ weight,
     Rows grad_rows, Rows residual_rows, Rows input_rows, unsigned rows, int n, Options options) {
   const bool weighted = weight != nullptr;
   const int step = blockDim.x * VEC;
@@ -363,7 +379,8 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1) rms_norm_backward_long(
 // 32 columns per block; 32 threads share a column, each adding every 32nd partial in order, and a
 // tree joins the 32: the order never depends on timing.
 template <class T>
-__global__ void __launch_bounds__(1024) sum_partials(T* __restrict__ out, const float* __restrict__ partial, unsigned count, int n) {
+__global__ void __launch_bounds__(1024) sum_partials(
+    T* __restrict__ out, const float* __restrict__ partial, unsigned count, int n) {
   __shared__ float tile[32][33];
   const int x = threadIdx.x % 32, y = threadIdx.x / 32;
   const int column = blockIdx.x * 32 + x;
@@ -371,7 +388,9 @@ __global__ void __launch_bounds__(1024) sum_partials(T* __restrict__ out, const 
   float total = 0.0f;
   if (column < n) {
 #pragma unroll 4
-    for (unsigned i = y; i < count; i += 32) total += partial[static_cast<long long>(i) * n + column];
+    for (unsigned i = y; i < count; i += 32) {
+      total += partial[static_cast<long long>(i) * n + column];
+    }
   }
   tile[y][x] = total;
   __syncthreads();

@@ -1,11 +1,11 @@
 """RMSNorm, RMSNorm of a residual sum, and their backward in CUDA C++ (device code: cuda_impl.cu).
 
-Forward: a group of lanes (short rows) or a block owns a row and holds it in registers, so it is read
-once and written once; 16-byte loads where alignment allows. Rows beyond 32,768 half or 16,384 float
-columns are read twice. Backward: persistent blocks keep the weight's gradient in registers over all
-their rows; a second kernel adds the blocks' partials in a fixed order, so that the result has the
-same bits on every run. Limits: float32, float16, bfloat16; a weight of the input's dtype; at most
-eight binaries per dtype for each direction.
+Forward: a group of lanes (short rows) or a block owns a row and holds it in registers, so it is
+read once and written once; 16-byte loads where alignment allows. Rows beyond 32,768 half or 16,384
+float columns (8,192 of either without 16-byte loads) are read twice. Backward: persistent blocks
+keep the weight's gradient in registers over all their rows; a second kernel adds the blocks'
+partials in a fixed order, so that the result has the same bits on every run. Limits: float32,
+float16, bfloat16; a weight of the input's dtype; at most eight binaries per dtype and direction.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
+from tilewright.toolkit.cuda_launch import Run
 from tilewright.toolkit.rows import Rows, on_rows, rows, vector_width
 
 SOURCE = nvrtc.Source.beside(__file__)
@@ -94,13 +95,11 @@ def _bind_rows(
     options: Options,
     dtype: torch.dtype,
     gpu: Gpu,
-) -> nvrtc.Run:
+) -> Run:
     """Bind `name`_rows or `name`_long, which differ in template parameters and in two scalars."""
     scalars: list[Any] = [rows_argument(layout) for layout in layouts]
     if choice.packs:
-        kernel = instance(
-            f"{name}_rows", TYPE_NAMES[dtype], choice.vec, choice.packs, choice.group
-        )
+        kernel = instance(f"{name}_rows", TYPE_NAMES[dtype], choice.vec, choice.packs, choice.group)
         scalars += [ctypes.c_uint32(count), ctypes.c_int32(n), ctypes.c_int32(choice.lanes)]
     else:
         kernel = instance(f"{name}_long", TYPE_NAMES[dtype], choice.vec)
@@ -153,7 +152,7 @@ def _add(
     strides = memory.contiguous_strides(shape)
     view = rows(input)
     choice = launch(view.count, view.n, _width(view.n, input, residual, weight), gpu)
-    tensors = [dtype, dtype, input, residual, weight]
+    tensors: list[torch.Tensor | torch.dtype | None] = [dtype, dtype, input, residual, weight]
     layouts: list[Rows | None] = [view, rows(residual)]
     kernel = _bind_rows(
         "add_rms_norm", choice, tensors, layouts, view.count, view.n, options, dtype, gpu

@@ -37,13 +37,13 @@ def rms_norm(
 ) -> Any:
     """x / rms(x) * (weight + weight_offset) over the trailing `normalized_shape` dims.
 
-    torch.nn.functional.rms_norm's signature first. With `residual` it returns (output, new residual):
-    the norm of input + residual, and that sum. Half precision is computed in float32.
+    torch.nn.functional.rms_norm's signature first. With `residual` it returns (output, new
+    residual): the norm of input + residual, and that sum. Half precision is computed in float32.
 
-    casting="torch" and "gemma" round once, at the end, to the input's dtype (Gemma's weight is stored
-    minus one: weight_offset=1.0). casting="llama" rounds the normalised value to the input's dtype
-    before it meets the weight, and returns what that product promotes to. eps=None is the epsilon of
-    the dtype computed in, as torch does. Under autocast the input's dtype is kept.
+    casting="torch" and "gemma" round once, at the end, to the input's dtype (Gemma's weight is
+    stored minus one: weight_offset=1.0). casting="llama" rounds the normalised value to the
+    input's dtype before it meets the weight, and returns what that product promotes to. eps=None is
+    the epsilon of the dtype computed in, as torch does. Under autocast the input's dtype is kept.
 
     >>> import torch, tilewright
     >>> tilewright.rms_norm(torch.tensor([[3.0, 4.0]]), 2, eps=0.0)
@@ -58,7 +58,14 @@ def rms_norm(
         eps = EPS.get(input.dtype, EPS_FLOAT32)
     if len(normalized_shape) != 1:  # type: ignore[arg-type]
         return _over_several_dims(
-            input, tuple(normalized_shape), weight, eps, residual, weight_offset, casting, backend  # type: ignore[arg-type]
+            input,
+            tuple(normalized_shape),  # type: ignore[arg-type]
+            weight,
+            eps,
+            residual,
+            weight_offset,
+            casting,
+            backend,  # type: ignore[arg-type]
         )
     if not input.dim() or normalized_shape[0] != input.size(-1):  # type: ignore[index]
         raise _wrong_shape(input, normalized_shape)
@@ -169,7 +176,9 @@ def one_dtype_add(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> st
     return one_dtype(input, *rest)
 
 
-def one_dtype_backward(grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any) -> str | None:
+def one_dtype_backward(
+    grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any
+) -> str | None:
     if grad.dtype != input.dtype:
         return f"grad is {grad.dtype} and input {input.dtype}; it takes one dtype for both"
     return one_dtype(input, weight)
@@ -180,7 +189,9 @@ def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.
     x = (torch.randn(shape, generator=rng) * dims.get("scale", 1.0)).to(dtype).to(device)
     weight = None
     if dims.get("weight", True):
-        weight = torch.randn(shape[-1], generator=rng).to(dims.get("weight_dtype") or dtype).to(device)
+        weight = (
+            torch.randn(shape[-1], generator=rng).to(dims.get("weight_dtype") or dtype).to(device)
+        )
     casting = dims.get("casting", "torch")
     return x, weight, dims.get("eps", 1e-6), dims.get("offset", 0.0), casting
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def result_dtype(
-    input: torch.Tensor, weight: torch.Tensor | None, casting: str
-) -> torch.dtype:
+def result_dtype(input: torch.Tensor, weight: torch.Tensor | None, casting: str) -> torch.dtype:
     """The input's dtype; a Llama module returns what its last product promotes to."""
     if casting == "llama" and weight is not None:
         return torch.promote_types(input.dtype, weight.dtype)

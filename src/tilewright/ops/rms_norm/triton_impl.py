@@ -3,9 +3,9 @@
 Forward: one program holds [ROWS, BLOCK] in registers; x (and the residual) is read once, y (and the
 new residual) written once. Rows beyond the widest tile are read twice.
 Backward: rstd is recomputed from x, which is read anyway, so nothing but the inputs is saved.
-dW: a fixed number of programs walk the rows, each keeps its own float32 partial, and a second kernel
-adds the partials in order: bit-identical from run to run, no atomics.
-Limits: BLOCK * ROWS in registers up to 32,768 columns (backward 16,384); any length by the loop.
+dW: a fixed number of programs walk the rows, each keeps its own float32 partial, and a second
+kernel adds the partials in order: bit-identical from run to run, no atomics.
+Limits: rows stay in registers up to WIDEST columns; any length beyond by the loop.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ class Launch:
     programs: int
 
 
-def launch(count: int, n: int, vec: int, gpu: Gpu, *, backward: bool, partials: bool) -> Launch:
+# Columns that stay in registers without a spill, by what a thread holds (compile matrix, 2026-11).
+WIDEST = {"norm": 32768, "add": 16384, "backward": 8192}
+
+
+def launch(count: int, n: int, vec: int, gpu: Gpu, form: str, *, partials: bool = False) -> Launch:
     """One program per tile; with dW, as many as stay resident, each walking several tiles."""
-    choice = tile(n, vec, 16384 if backward else 32768)
+    choice = tile(n, vec, WIDEST[form])
     tiles = programs(count, choice.rows)
     resident = gpu.sm_count * (2 if choice.warps <= 8 else 1)
     return Launch(choice, min(tiles, resident) if partials else tiles)
@@ -221,15 +225,25 @@ def _prepare(
     strides = memory.contiguous_strides(shape)
     view = rows(input)
     r_view = view if residual is None else rows(residual)
-    given = [(input, view), (residual, r_view), (weight, None), (input.new_empty(0, dtype=out), None)]
+    given = [
+        (input, view),
+        (residual, r_view),
+        (weight, None),
+        (input.new_empty(0, dtype=out), None),
+    ]
     vec = vector_width(view.n, *((t, r) for t, r in given if t is not None))
-    choice = launch(view.count, view.n, vec, gpu, backward=False, partials=False)
+    choice = launch(view.count, view.n, vec, gpu, "norm" if residual is None else "add")
     kernel = bind(
         _norm_rows if choice.tile.whole else _norm_wide_rows,
         (choice.programs,),
-        [out, input, weight] + ([] if residual is None else [residual, dtype]),
+        [out, input, weight, *([] if residual is None else [residual, dtype])],
         (view.count, view.n // vec, *view.units(vec), *r_view.units(vec), eps, weight_offset),
-        {"VEC": vec, "ROWS": choice.tile.rows, "BLOCK": choice.tile.block, "ROUND_FIRST": round_first},
+        {
+            "VEC": vec,
+            "ROWS": choice.tile.rows,
+            "BLOCK": choice.tile.block,
+            "ROUND_FIRST": round_first,
+        },
         num_warps=choice.tile.warps,
         absent=2 if residual is None else 0,
     )
@@ -258,7 +272,7 @@ def _prepare_backward(
     r_view = view if grad_residual is None else rows(grad_residual)
     given = [(grad, g_view), (grad_residual, r_view), (input, view), (weight, None)]
     n, vec = view.n, vector_width(view.n, *((t, r) for t, r in given if t is not None))
-    choice = launch(view.count, n, vec, gpu, backward=True, partials=weight_grad)
+    choice = launch(view.count, n, vec, gpu, "backward", partials=weight_grad)
     kernel = bind(
         _backward_rows if choice.tile.whole else _backward_wide_rows,
         (choice.programs,),

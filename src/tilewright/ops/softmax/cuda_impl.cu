@@ -1,9 +1,10 @@
 // Softmax over contiguous rows, twice: once to read, once to run.
 //
-// softmax_v1  one block per row, three passes over global memory (maximum, sum, result) and a tree in
-//             shared memory after the first two. 3 reads and 1 write per element; any row length.
-// softmax_v2  a group of lanes or a block holds its row in registers: 1 read and 1 write per element,
-//             loops unrolled by template, maxima and sums by warp shuffles. Up to 32 elements a thread.
+// softmax_v1  one block per row, three passes over global memory (maximum, sum, result) and a tree
+//             in shared memory after the first two. 3 reads, 1 write per element; any row length.
+// softmax_v2  a group of lanes or a block holds its row in registers: 1 read, 1 write per element,
+//             loops unrolled by template, maxima and sums by warp shuffles. Up to 32 elements a
+//             thread.
 //
 // Both compute exp(x - max) as exp2((x - max) * log2(e)): subtracting first keeps the error in
 // proportion to x - max, where a fused x * log2(e) - max * log2(e) would carry that of max itself.

@@ -2,9 +2,10 @@
 
 `cuda_v1` is the one to read: three passes over memory and a tree in shared memory; rows of any
 length. `cuda_v2` reads each element once: a group of lanes (short rows) or a block holds its row in
-registers, 32 elements a thread, and reduces by warp shuffles. Both use 16-byte loads where alignment
-allows and compute in float32. Limits: float32, float16, bfloat16, or half input to float32 output;
-v2 takes rows of up to 32,768 columns and needs at most six binaries per pair of dtypes.
+registers, 32 elements a thread, and reduces by warp shuffles. Both use 16-byte loads where
+alignment allows and compute in float32. Limits: float32, float16, bfloat16, or half input to
+float32 output; v2 takes rows of up to 32,768 columns, and needs at most six binaries per pair of
+dtypes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
+from tilewright.toolkit.cuda_launch import Run
 from tilewright.toolkit.rows import Rows, on_rows, rows, vector_width
 
 SOURCE = nvrtc.Source.beside(__file__)
@@ -67,7 +69,7 @@ def fits_v2(input: torch.Tensor) -> str | None:
     return None
 
 
-def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu: Gpu) -> nvrtc.Run:
+def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu: Gpu) -> Run:
     types = TYPE_NAMES[out], TYPE_NAMES[input.dtype]
     count, n, lanes = ctypes.c_uint32(view.count), ctypes.c_int32(view.n), choice.lanes
     if choice.packs:

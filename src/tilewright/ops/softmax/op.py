@@ -153,10 +153,7 @@ CASES = (
     Case("to-float32", {"shape": (3, 1000), "dtype": torch.float32}),
     Case("first-dim", {"shape": (300, 40), "dim": 0}),
     Case("middle-dim", {"shape": (2, 130, 3), "dim": 1}),
-    *(
-        Case(f"scores-{t}", {"shape": (32, t, t)}, "model")
-        for t in (512, 2048)
-    ),
+    *(Case(f"scores-{t}", {"shape": (32, t, t)}, "model") for t in (512, 2048)),
     Case("vocabulary", {"shape": (2048, 128_256)}, "model"),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in (1024, 8192, 65_536)),
 )

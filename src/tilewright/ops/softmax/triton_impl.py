@@ -38,7 +38,7 @@ def launch(n: int, vec: int, *, backward: bool = False) -> Tile:
 
 @triton.jit
 def _online(m, s, x):
-    """Take a chunk into the running maximum m and the running sum s of exp(x - m). Reduces axis 1."""
+    """Take a chunk into the running maximum m and sum s of exp(x - m). Reduces axis 1."""
     m_new = tl.maximum(m, tl.max(x, 1))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # all -inf so far: exp(-inf) = 0, not NaN
     s = s * tl.exp(m - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
@@ -97,7 +97,9 @@ def _softmax_columns(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     outer = (tl.program_id(0) // d_blocks).to(tl.int64)
-    column = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[:, None]  # [BLOCK_D, 1]
+    column = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[
+        :, None
+    ]  # [BLOCK_D, 1]
     step = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     x_slice = x_ptr + outer * outer_stride + column
 
@@ -163,8 +165,12 @@ def _backward_wide_rows(
     dx_row = dx_ptr + row.to(tl.int64) * n
     for start in range(0, n, BLOCK):
         at = start + column
-        y = tl.load(y_row + at, mask=at < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        g = tl.load(g_row + at, mask=at < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = tl.load(y_row + at, mask=at < n, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        g = tl.load(g_row + at, mask=at < n, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         dx = y * (g - dot)
         tl.store(dx_row + at, dx.to(dx_ptr.dtype.element_ty), mask=at < n)
 
@@ -175,7 +181,9 @@ def _backward_columns(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     outer = (tl.program_id(0) // d_blocks).to(tl.int64)
-    column = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[:, None]  # [BLOCK_D, 1]
+    column = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[
+        :, None
+    ]  # [BLOCK_D, 1]
     step = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     y_slice = y_ptr + outer * outer_stride + column
     g_slice = g_ptr + outer * g_outer_stride + column
@@ -274,7 +282,8 @@ def _prepare_columns(
 
         def with_copies(*tensors: Any) -> torch.Tensor:
             pairs = zip(tensors, slices, strict=False)
-            return run_on_copies(*(t if s else t.contiguous() for t, s in pairs))
+            tame = (t if s else t.contiguous() for t, s in pairs)
+            return run_on_copies(*tame)  # type: ignore[no-any-return]
 
         return with_copies
     shape, device = tensors[0].shape, tensors[0].device

@@ -1,8 +1,8 @@
 // Element types and vector loads: what a row kernel needs to move data, without any CUDA header.
 //
 // f16 and bf16 are storage only; arithmetic is in float. Pack<T, VEC> is VEC neighbouring elements
-// that travel as one load or store of sizeof(T) * VEC bytes (16 wherever alignment allows). It keeps
-// the words it was loaded as and converts on use: a row of halves waits in half the registers.
+// that travel as one load or store of sizeof(T) * VEC bytes (16 wherever alignment allows). It
+// keeps the words it was loaded as and converts on use: halves wait in half the registers.
 #pragma once
 
 namespace tilewright {

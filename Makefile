@@ -1,0 +1,62 @@
+# make bench   the main job: the most this machine allows
+# make test    lint, types, tests, examples, part of the compile matrix
+#
+# TORCH and PYTHON can be set: make test TORCH=torch==2.11.0 PYTHON=python3.12
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+OUT ?= out
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# NumPy 2.4 breaks the interpreter of Triton 3.6; set by `make oldest`.
+EXTRA ?=
+
+export PYTHONWARNINGS ?= ignore::FutureWarning
+
+.PHONY: bench test setup lint types tests examples matrix verify oldest clean
+.DEFAULT_GOAL := bench
+
+bench: setup
+	$(BIN)/tilewright doctor
+	$(BIN)/tilewright verify --quick --json $(OUT)/verify.json
+	$(BIN)/tilewright compile --ledger results/compile --json $(OUT)/compile.json
+
+test: setup lint types tests examples matrix
+
+setup: $(VENV)/.done
+
+# A CPU-only machine gets a CPU build of torch where one is at hand, else whatever pip finds.
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@if command -v nvidia-smi >/dev/null 2>&1 || ! $(PIP) "$(TORCH)+cpu" 2>/dev/null; then \
+	  echo "installing $(TORCH)"; $(PIP) "$(TORCH)"; \
+	else echo "installed $(TORCH), CPU build"; fi
+	$(PIP) -e ".[dev]" $(EXTRA)
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+tests: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+examples: setup
+	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python $$example; done
+
+# One binary of every kernel for the oldest SM, the one we run on and the newest.
+matrix: setup
+	$(BIN)/tilewright compile --arch 75 --arch 90 --arch 120 --ledger results/compile --sample 0.02
+
+# The oldest Triton we support: its compiler is the one many GPU machines have.
+oldest:
+	$(MAKE) setup VENV=.venv-oldest EXTRA='"triton==3.6.0" "numpy<2.4"'
+	.venv-oldest/bin/tilewright compile --arch 75 --arch 90 --ledger results/compile
+	.venv-oldest/bin/tilewright verify --device cpu --cases 150
+
+clean:
+	rm -rf .venv .venv-oldest $(OUT)

@@ -1,0 +1,119 @@
+"""python -m tilewright.bench.host: CPU time of one small call, ours beside torch's own op.
+
+A call's CPU time is the time until it returns, the kernel launched but not awaited. All contenders
+of an op are timed interleaved, in rotating order, in one run, so that drift hits all alike; the GPU
+is drained before each burst, so that no call waits for room in its queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import tilewright
+from tilewright import doctor
+
+ROWS, COLUMNS, EPS = 128, 1024, 1e-6
+BURST = 25  # calls between two synchronisations
+
+Contenders = dict[str, Callable[[], Any]]
+
+
+def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contenders]:
+    """Per op: torch's own first, then our backends."""
+    x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype).requires_grad_(grad)
+    w = torch.randn(COLUMNS, device=device, dtype=dtype).requires_grad_(grad)
+    shape = (COLUMNS,)
+    ours = tilewright
+    return {
+        "relu": {
+            "torch": lambda: F.relu(x),
+            "automatic": lambda: ours.relu(x),
+        },
+        "softmax": {
+            "torch": lambda: F.softmax(x, -1),
+            "automatic": lambda: ours.softmax(x, -1),
+            "cuda_v1": lambda: ours.softmax(x, -1, backend="cuda_v1"),
+            "cuda_v2": lambda: ours.softmax(x, -1, backend="cuda_v2"),
+        },
+        "rms_norm": {
+            "torch": lambda: F.rms_norm(x, shape, w, EPS),
+            "automatic": lambda: ours.rms_norm(x, shape, w, EPS),
+            "cuda": lambda: ours.rms_norm(x, shape, w, EPS, backend="cuda"),
+        },
+    }
+
+
+def measure(calls: Contenders, count: int, wait: Callable[[], None]) -> dict[str, dict[str, float]]:
+    """Median, p20 and p80 of each contender's CPU time in microseconds, over `count` calls."""
+    times: dict[str, list[int]] = {name: [] for name in calls}
+    names = list(calls)
+    for name in names:
+        for _ in range(20):
+            calls[name]()
+    clock = time.perf_counter_ns
+    for round_number in range(-(-count // BURST)):
+        turn = round_number % len(names)
+        for name in names[turn:] + names[:turn]:
+            call, taken = calls[name], times[name]
+            wait()
+            call()  # the first call after a wait pays for it
+            for _ in range(BURST):
+                start = clock()
+                call()
+                taken.append(clock() - start)
+    found = {}
+    for name, taken in times.items():
+        cuts = statistics.quantiles(taken, n=10)
+        found[name] = {
+            "median_us": statistics.median(taken) / 1e3,
+            "p20_us": cuts[1] / 1e3,
+            "p80_us": cuts[7] / 1e3,
+            "calls": len(taken),
+        }
+    for facts in found.values():
+        facts["over_torch"] = facts["median_us"] / found["torch"]["median_us"]
+    return found
+
+
+def run(count: int) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    rows = []
+    for grad in (False, True):
+        for op, calls in contenders(device, torch.float16, grad).items():
+            usable = {
+                n: c for n, c in calls.items() if device == "cuda" or not n.startswith("cuda")
+            }
+            for name, facts in measure(usable, count, wait).items():
+                rows.append({"op": op, "grad": grad, "contender": name, **facts})
+    shape = {"rows": ROWS, "columns": COLUMNS, "dtype": "float16"}
+    return {"environment": doctor.environment(), "case": shape, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU time of one small call")
+    parser.add_argument("--calls", type=int, default=4000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    record = run(options.calls)
+    for row in record["rows"]:
+        kind = "with grad" if row["grad"] else "no grad"
+        print(
+            f"{row['op']:10s} {kind:10s} {row['contender']:10s} {row['median_us']:7.2f} us "
+            f"{row['over_torch']:5.2f}x torch"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

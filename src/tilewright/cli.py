@@ -1,0 +1,245 @@
+"""tilewright doctor | list | explain | verify | compile
+
+Exit codes: 0 fine, 1 a check failed, 2 the command was not understood.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="GPU kernels for transformer models: verified, compiled for every SM, explained.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+Ops = Annotated[list[str] | None, typer.Argument(help="Op names; all if left out.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write the result here as JSON; '-' for stdout.")
+]
+Arch = Annotated[str | None, typer.Option(help="A GPU or SM instead of the one here: h100, sm_86.")]
+
+
+@app.command()
+def doctor(arch: Arch = None, json_to: Json = None) -> None:
+    """What is installed, what does not fit together, what each op would run on here."""
+    from tilewright import doctor as doctor_room
+
+    findings = _or_exit(lambda: doctor_room.examine(arch))
+    table = Table("", "", "", "fix", box=None, pad_edge=False, header_style="dim")
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[/]"}
+    for f in findings:
+        table.add_row(marks[f.state], f.what, f.detail, f.fix)
+    _emit(table, [f.as_dict() for f in findings], json_to)
+    raise typer.Exit(int(any(f.state == "fault" for f in findings)))
+
+
+@app.command("list")
+def list_ops(json_to: Json = None) -> None:
+    """Every op, its backends in order of preference, and its backward."""
+    from tilewright.ops import registry
+
+    table = Table("op", "what it computes", "forward", "backward", box=None, pad_edge=False)
+    rows = []
+    for op in registry().values():
+        forward = [b.name for b in op.backends]
+        backward = [b.name for b in op.autograd.op.backends] if op.autograd else []
+        table.add_row(op.name, op.summary, ", ".join(forward), ", ".join(backward))
+        rows.append(
+            {"op": op.name, "summary": op.summary, "forward": forward, "backward": backward}
+        )
+    _emit(table, rows, json_to)
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="An op's name.")],
+    shape: Annotated[str, typer.Option(help="Shape of the input, e.g. 8,4096.")] = "128,4096",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    gpu: Annotated[str | None, typer.Option(help="Pretend this GPU: h100, t4, sm_86.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Ask for this backend.")] = None,
+    json_to: Json = None,
+) -> None:
+    """Which backend would serve a call, why, and why not the others. Needs no GPU."""
+    import torch
+
+    from tilewright import gpu as gpus
+    from tilewright.errors import InputError
+    from tilewright.explain import explain_call
+    from tilewright.ops import registry
+
+    def explanation() -> Any:
+        declared = registry().get(op)
+        if declared is None or declared.inputs is None:
+            raise InputError(f"explain: op is {op!r}; it must be one of {', '.join(registry())}.")
+        sizes = tuple(int(n) for n in shape.split(","))
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise InputError(f"explain: --dtype is {dtype!r}; it must be a torch dtype's name.")
+        with torch.device("meta"):
+            args = declared.inputs({"shape": sizes}, kind, "meta", None)
+        target = gpu or gpus.detect()
+        return explain_call(declared, tuple(args), gpu=target, backend=backend)
+
+    found = _or_exit(explanation)
+    _emit(str(found), vars(found), json_to)
+
+
+@app.command()
+def verify(
+    ops: Ops = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is one.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="500 or 5,000 random cases.")
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    cases: Annotated[int | None, typer.Option(help="Random cases per op and backend.")] = None,
+    seed: Annotated[int, typer.Option(help="First seed.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes (CPU only).")] = None,
+    fail_fast: Annotated[bool, typer.Option(help="Stop at the first failure.")] = False,
+    json_to: Json = None,
+) -> None:
+    """Check every kernel against float64: on a GPU, or on the CPU in Triton's interpreter."""
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        _fail(f"verify: --device is {device!r}; it must be cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        _fail("verify: --device is cuda and torch sees no GPU. Use --device cpu.")
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in children
+    from tilewright import doctor as doctor_room
+    from tilewright.verify import plan, run, summary
+
+    steps = _or_exit(
+        lambda: plan(
+            ops or (), device=device, full=full, only=only or (), backend=backend, cases=cases,
+            seed=seed,
+        )
+    )  # fmt: skip
+    processes = 1 if device == "cuda" or fail_fast else (workers or os.cpu_count() or 1)
+    started, results = time.perf_counter(), []
+    with _progress() as progress:
+        bar = progress.add_task(f"verify on {device}", total=len(steps))
+        for batch in run(steps, fail_fast=fail_fast, workers=processes):
+            results += batch
+            progress.advance(bar)
+    report = summary.summarise(results, device)
+    record = {
+        "environment": doctor_room.environment(),
+        "device": device,
+        "full": full,
+        "seconds": round(time.perf_counter() - started, 1),
+        **report,
+    }
+    where = "the GPU" if device == "cuda" else "the CPU (Triton's interpreter)"
+    table = summary.table(report, f"verify on {where}")
+    _emit(table, record, json_to)
+    for failure in report["failures"][:20]:
+        errors.print(
+            f"[red]failed[/] {failure['line']}\n       {failure['repro']}", highlight=False
+        )
+    raise typer.Exit(int(bool(report["failures"]) or not results))
+
+
+@app.command("compile")
+def compile_matrix(
+    ops: Ops = None,
+    arch: Annotated[list[str] | None, typer.Option(help="Only these SMs: 75, sm_90, h100.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="Folder of earlier results.")] = None,
+    sample: Annotated[float, typer.Option(help="Part of the known results to redo.")] = 0.1,
+    everything: Annotated[bool, typer.Option("--all", help="Compile all, known or not.")] = False,
+    update: Annotated[bool, typer.Option(help="Write the results into the ledger.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the random part.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes.")] = None,
+    json_to: Json = None,
+) -> None:
+    """Compile every kernel and launch choice for every SM, without a GPU."""
+    from tilewright import doctor as doctor_room
+    from tilewright import gpu as gpus
+    from tilewright import matrix
+    from tilewright.matrix import tables
+
+    if update and ledger is None:
+        _fail("compile: --update needs --ledger, the folder to write.")
+    sms = _or_exit(lambda: [gpus.pretend(a).sm for a in arch or ()] or list(matrix.SMS))
+    started = time.perf_counter()
+    with _progress() as progress:
+        bar = progress.add_task("asking the launchers", total=len(sms))
+        wanted = []
+        for sm in sms:
+            wanted += _or_exit(lambda sm=sm: list(matrix.reachable(ops or (), [sm])))
+            progress.advance(bar)
+        known = matrix.Ledger(None if everything else ledger)
+        chosen = seed if seed is not None else random.SystemRandom().randrange(2**32)
+        now, kept = matrix.select(wanted, known, sample, random.Random(chosen))
+        bar = progress.add_task("compiling", total=len(now))
+        built = []
+        for result in matrix.run(now, workers):
+            built.append(result)
+            progress.advance(bar)
+    results = [*built, *kept]
+    drifted = [b for b in built if b.key in known.known and tables.differs(b, known.known[b.key])]
+    record = {
+        "environment": doctor_room.environment(),
+        "seconds": round(time.perf_counter() - started, 1),
+        "compiled": len(built),
+        "known": len(kept),
+        "seed": chosen,
+        **tables.summarise(results, drifted),
+    }
+    _emit(tables.table(record), record, json_to)
+    for violation in record["violations"][:20]:
+        errors.print(f"[red]violation[/] {violation}", highlight=False)
+    if update:
+        matrix.Ledger(ledger).write(results)
+    raise typer.Exit(int(bool(record["violations"]) or not results))
+
+
+def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
+    """The table for people; the same facts as JSON for scripts."""
+    text = json.dumps(record, indent=1, default=str)
+    if json_to is not None and str(json_to) == "-":
+        print(text)
+        return
+    console.print(shown)
+    if json_to is not None:
+        json_to.parent.mkdir(parents=True, exist_ok=True)
+        json_to.write_text(text + "\n", encoding="utf-8")
+        console.print(f"[dim]written to {json_to}[/]")
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=errors)
+
+
+def _or_exit(call: Any) -> Any:
+    """A user's mistake is one line on stderr and exit code 2, not a traceback."""
+    from tilewright.errors import TilewrightError
+
+    try:
+        return call()
+    except (TilewrightError, ValueError) as e:
+        _fail(str(e))
+
+
+def _fail(message: str) -> None:
+    errors.print(message, style="red", highlight=False, markup=False)
+    sys.exit(2)

@@ -1,0 +1,39 @@
+"""Results of earlier compilations, kept in the repository, keyed by a hash of what was compiled.
+
+One file per compiler version. An entry whose hash matches need not be compiled again; CI compiles
+what changed, one binary of every kernel and SM, and a random part of the rest, so that a stale or
+doctored ledger shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from tilewright.matrix.build import Built
+
+
+class Ledger:
+    """The files of one folder; a missing folder is an empty ledger."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.known: dict[str, Built] = {}
+        for path in sorted(folder.glob("*.jsonl")) if folder and folder.is_dir() else ():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                built = Built(**json.loads(line))
+                self.known[built.key] = built
+
+    def write(self, results: Iterable[Built]) -> None:
+        """Replace the entries of the compilers that ran; entries nothing reaches any more go."""
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        by_compiler: dict[str, dict[str, Built]] = {}
+        for built in results:
+            by_compiler.setdefault(built.compiler, {})[built.key] = built
+        for compiler, entries in by_compiler.items():
+            rows = sorted(entries.values(), key=lambda b: (b.op, b.backend, b.sm, b.dtype, b.key))
+            text = "".join(json.dumps(asdict(b), sort_keys=True) + "\n" for b in rows)
+            (self.folder / f"{compiler.replace(' ', '-')}.jsonl").write_text(text, encoding="utf-8")

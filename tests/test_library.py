@@ -1,0 +1,872 @@
+"""The registered operators: schema, fake, autograd, autocast, compile, export, transforms.
+
+CPU tensors run the reference through the same registration, so all of it is tested without a GPU.
+`path` runs a test twice: through torch's dispatcher, and on the shortcut that a warm CUDA call takes
+(`library.call` steps around the dispatcher when nothing needs it), which here serves CPU tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tilewright
+from tilewright import library, ops
+
+OPERATORS = torch.ops.tilewright
+N = 8
+
+Public = Callable[[torch.Tensor], torch.Tensor]
+
+# One tensor in, one tensor out: enough for whatever does not depend on the op.
+PUBLIC: dict[str, Public] = {
+    "relu": tilewright.relu,
+    "softmax": tilewright.softmax,
+    "rms_norm": lambda x: tilewright.rms_norm(x, N),
+    "add_rms_norm": lambda x: tilewright.rms_norm(x, N, residual=x * 2)[0],
+}
+public = pytest.mark.parametrize("name", PUBLIC)
+
+
+@pytest.fixture(params=["dispatcher", "shortcut"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "shortcut":
+        monkeypatch.setattr(library, "_current_device", lambda: -1)  # a CPU tensor's "index"
+    return str(request.param)
+
+
+@pytest.fixture
+def plain_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each public function reaches the dispatcher."""
+    seen: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[func.name()] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        yield seen
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def warm(f: Callable[[], Any]) -> Any:
+    """The result of the second call: the first makes the plan that the shortcut needs."""
+    f()
+    return f()
+
+
+# --- opcheck -------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(6, N),
+    "transposed": lambda: torch.randn(N, 6).t(),
+    "column slice": lambda: torch.randn(6, 20)[:, 3 : 3 + N],
+    "expanded": lambda: torch.randn(1, N).expand(6, N),
+    "5-d permuted": lambda: torch.randn(2, 3, 2, 1, N).permute(3, 2, 1, 0, 4),
+}
+
+
+def _laid_out(layout: str, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    made = LAYOUTS[layout]()
+    cast = torch.empty_strided(made.shape, made.stride(), dtype=dtype).copy_(made[..., :1])
+    if layout == "column slice":
+        cast = made.to(dtype).new_zeros(6, 20)[:, 3 : 3 + N].copy_(made)
+    elif layout != "expanded":
+        cast.copy_(made)
+    return cast.requires_grad_(requires_grad)
+
+
+def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    def x(grad: bool = False) -> torch.Tensor:
+        return _laid_out(layout, dtype, grad)
+
+    weight = torch.randn(N).to(dtype)
+    last = x().dim() - 1
+    calls: dict[str, tuple[Any, ...]] = {
+        "relu": (x(True),),
+        "relu_": (x(),),
+        "relu_backward": (x(), x()),
+        "softmax": (x(True), last, None),
+        "softmax_backward": (x(), x().contiguous().softmax(-1), last, dtype),
+        "rms_norm": (x(True), weight.requires_grad_(), 1e-6, 0.0, "torch"),
+        "add_rms_norm": (x(True), x(True), weight.requires_grad_(), 1e-6, 0.0, "torch"),
+        "rms_norm_backward": (x(), x(), x(), weight.detach(), 1e-6, 0.0, True),
+    }
+    return calls[op]
+
+
+def test_opcheck_covers_every_registered_op() -> None:
+    for op in library.calls:
+        _call(op, "contiguous", torch.float32)
+    assert set(library.calls) == {*ops.every_op(), "relu_"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", library.calls)
+def test_opcheck(op: str, layout: str, dtype: torch.dtype) -> None:
+    if op == "relu_" and layout == "expanded":
+        with pytest.raises(tilewright.InputError, match="overlaps"):
+            tilewright.relu(_laid_out(layout, dtype, False), inplace=True)
+        return
+    operator = getattr(OPERATORS, op).default
+    torch.library.opcheck(operator, _call(op, layout, dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("softmax", (0, None)),
+        ("softmax", (1, torch.float64)),
+        ("rms_norm", (None, 1e-6, 0.0, "torch")),
+        ("rms_norm", (torch.randn(N, dtype=torch.float64), 1e-6, 0.0, "llama")),
+        ("rms_norm", (torch.randn(N), 1e-6, 1.0, "gemma")),
+    ],
+)
+def test_opcheck_of_options(op: str, args: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(OPERATORS, op).default, (leaf(6, N, dtype=torch.float32), *args))
+
+
+@pytest.mark.parametrize("op", ["relu_backward", "softmax_backward", "rms_norm_backward"])
+@pytest.mark.parametrize("grad_layout", ["transposed", "column slice", "expanded"])
+def test_backward_outputs_are_laid_out_as_declared_whatever_the_gradient_is(
+    op: str, grad_layout: str
+) -> None:
+    _, *rest = _call(op, "contiguous", torch.float32)
+    args = (_laid_out(grad_layout, torch.float32, False), *rest)
+    torch.library.opcheck(getattr(OPERATORS, op).default, args)
+
+
+def test_raw_in_place_operator_bumps_the_version() -> None:
+    x = torch.randn(3)
+    before = x._version
+    OPERATORS.relu_(x)
+    assert x._version > before
+
+
+def test_raw_in_place_operator_refuses_what_it_cannot_differentiate() -> None:
+    """Autograd records nothing for relu_; a gradient of all ones would be silently wrong."""
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    y = x * 1
+    with pytest.raises(RuntimeError, match="relu"):
+        OPERATORS.relu_(y)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, torch.tensor([0.0, 1.0])), f"silently wrong: {grad}"
+        raise RuntimeError("relu_ is differentiable, and right")
+
+
+# --- torch.compile and torch.export --------------------------------------------------------------
+
+WEIGHT = torch.randn(N, requires_grad=True)
+
+COMPILED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "relu": tilewright.relu,
+    "relu in place": lambda x: tilewright.relu(x * 2, inplace=True),
+    "relu on torch": lambda x: tilewright.relu(x, backend="torch"),
+    "softmax": tilewright.softmax,
+    "softmax dim=0": lambda x: tilewright.softmax(x, dim=0),
+    "softmax to float32": lambda x: tilewright.softmax(x.bfloat16(), -1, torch.float32),
+    "softmax to float64": lambda x: tilewright.softmax(x, -1, torch.float64),
+    "rms_norm tuple": lambda x: tilewright.rms_norm(x, (N,), WEIGHT),
+    "rms_norm int": lambda x: tilewright.rms_norm(x, N, WEIGHT),
+    "rms_norm list": lambda x: tilewright.rms_norm(x, [N], WEIGHT, 1e-5),
+    "rms_norm no weight": lambda x: tilewright.rms_norm(x, x.shape[-1]),
+    "rms_norm two dims": lambda x: tilewright.rms_norm(x, x.shape[-2:]),
+    "rms_norm residual": lambda x: tilewright.rms_norm(x, N, WEIGHT, residual=x * 2),
+    "rms_norm gemma": lambda x: tilewright.rms_norm(
+        x, N, WEIGHT, weight_offset=1.0, casting="gemma"
+    ),
+}
+
+
+def _outputs_and_grads(f: Callable[[torch.Tensor], Any], x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().clone().requires_grad_()
+    outputs = f(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum(o.float().square().sum() * (i + 1) for i, o in enumerate(outputs))
+    wanted = [x, WEIGHT]
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [*outputs, *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager_in_one_graph(name: str) -> None:
+    """fullgraph forbids graph breaks; shapes of one rank share one graph, forward and backward."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    compiled = torch.compile(COMPILED[name], backend=count, fullgraph=True, dynamic=True)
+    for batch in (5, 3, 16):
+        x = torch.randn(batch, 3, N)
+        eager, got = _outputs_and_grads(COMPILED[name], x), _outputs_and_grads(compiled, x)
+        assert len(eager) == len(got)
+        for e, g in zip(eager, got, strict=True):
+            assert (e.dtype, e.stride()) == (g.dtype, g.stride())
+            assert torch.equal(e, g)
+    assert len(graphs) == 1
+
+
+def test_compiled_in_place_changes_the_callers_tensor() -> None:
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x: tilewright.relu(x, inplace=True) + 1, backend="aot_eager", fullgraph=True
+    )
+    x = torch.randn(4, N)
+    wanted = x.relu()
+    assert torch.equal(step(x), wanted + 1)
+    assert torch.equal(x, wanted)
+
+
+def test_compiled_bad_input_names_the_mistake() -> None:
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x, w: tilewright.rms_norm(x, (N,), w), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=r"weight has shape \(4,\)"):
+        step(torch.ones(2, N), torch.ones(4))
+
+
+def test_compiled_softmax_follows_autocast() -> None:
+    torch._dynamo.reset()
+    step = torch.compile(tilewright.softmax, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(torch.randn(2, N).bfloat16()).dtype == torch.float32
+
+
+class _Norm(torch.nn.Module):
+    def __init__(self, call: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.weight = torch.nn.Parameter(torch.randn(N))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(x, self.weight)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize(
+    ("node", "call"),
+    [
+        ("relu", lambda x, w: tilewright.relu(x)),
+        ("softmax", lambda x, w: tilewright.softmax(x)),
+        ("rms_norm", lambda x, w: tilewright.rms_norm(x, N, w)),
+        ("add_rms_norm", lambda x, w: tilewright.rms_norm(x, (N,), w, residual=x)),
+    ],
+    ids=["relu", "softmax", "rms_norm", "add_rms_norm"],
+)
+def test_export_keeps_one_node_for_any_batch(node: str, call: Any, strict: bool) -> None:
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    model = _Norm(call)
+    program = torch.export.export(
+        model, (torch.randn(4, N),), dynamic_shapes=({0: batch},), strict=strict
+    ).run_decompositions()
+    names = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert [n for n in names if "getitem" not in n] == [f"tilewright.{node}.default"]
+    x = torch.randn(9, N)
+    assert all(map(torch.equal, _tuple(program.module()(x)), _tuple(model(x))))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_export_takes_a_normalized_shape_that_is_symbolic() -> None:
+    """x.shape[-1] is a torch.SymInt there, which is no int."""
+
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return tilewright.rms_norm(x, x.shape[-1])
+
+    hidden = torch.export.Dim("hidden", min=2, max=1024)
+    program = torch.export.export(
+        Norm(), (torch.randn(4, N),), dynamic_shapes=({1: hidden},), strict=False
+    )
+    x = torch.randn(4, 24)
+    assert torch.equal(program.module()(x), tilewright.rms_norm(x, 24))
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softmax"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_autocast_table(dtype: torch.dtype, softmax: torch.dtype, path: str) -> None:
+    x = torch.randn(4, N).to(dtype)
+    for _ in range(2):  # the second call finds a plan, and autocast must still be seen
+        tilewright.softmax(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert tilewright.softmax(x).dtype == softmax
+            assert tilewright.softmax(x, dtype=torch.bfloat16).dtype == torch.bfloat16
+            assert tilewright.relu(x).dtype == dtype
+            assert tilewright.rms_norm(x, N).dtype == dtype
+            y, total = tilewright.rms_norm(x, N, residual=x)
+            assert (y.dtype, total.dtype) == (dtype, dtype)
+
+
+def test_softmax_under_autocast_matches_torch_and_returns_the_inputs_gradient() -> None:
+    x = torch.randn(4, N).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, wanted = tilewright.softmax(x), F.softmax(x, -1)
+    assert torch.equal(y, wanted)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad, torch.autograd.grad(wanted.square().sum(), x)[0])
+
+
+# --- first-order gradients -----------------------------------------------------------------------
+
+DIFFERENTIABLE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "relu": (tilewright.relu, ((5, N),)),
+    "relu in place": (lambda x: tilewright.relu(x * 1, inplace=True), ((5, N),)),
+    "softmax": (tilewright.softmax, ((5, N),)),
+    "softmax dim=0": (lambda x: tilewright.softmax(x, 0), ((5, 3, 2),)),
+    "softmax dim=1": (lambda x: tilewright.softmax(x, 1), ((5, 3, 2),)),
+    "rms_norm": (lambda x, w: tilewright.rms_norm(x, N, w), ((5, N), (N,))),
+    "rms_norm no weight": (lambda x: tilewright.rms_norm(x, N, eps=1e-3), ((5, N),)),
+    "rms_norm offset": (
+        lambda x, w: tilewright.rms_norm(x, N, w, weight_offset=1.0, casting="gemma"),
+        ((5, N), (N,)),
+    ),
+    "rms_norm llama": (lambda x, w: tilewright.rms_norm(x, N, w, casting="llama"), ((5, N), (N,))),
+    "rms_norm two dims": (lambda x, w: tilewright.rms_norm(x, (3, 4), w), ((2, 3, 4), (3, 4))),
+    "add_rms_norm": (
+        lambda x, w, r: tilewright.rms_norm(x, N, w, residual=r),
+        ((5, N), (N,), (5, N)),
+    ),
+    "add_rms_norm norm only": (
+        lambda x, w, r: tilewright.rms_norm(x, N, w, residual=r)[0],
+        ((5, N), (N,), (5, N)),
+    ),
+    "add_rms_norm sum only": (
+        lambda x, w, r: tilewright.rms_norm(x, N, w, residual=r)[1],
+        ((5, N), (N,), (5, N)),
+    ),
+    "add_rms_norm to itself": (
+        lambda x, w: tilewright.rms_norm(x, N, w, residual=x),
+        ((5, N), (N,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradcheck(name: str, path: str) -> None:
+    f, shapes = DIFFERENTIABLE[name]
+    torch.manual_seed(0)
+    inputs = [leaf(*shape) for shape in shapes]
+    with torch.no_grad():
+        for x in inputs:
+            x[x.abs() < 0.01] = 0.5  # finite differences must not cross relu's kink
+    assert torch.autograd.gradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "residual"])
+@pytest.mark.parametrize("outputs", ["both", "norm", "sum"])
+@pytest.mark.parametrize("form", ["rms_norm", "add_rms_norm"])
+def test_partial_gradients_match_torch(form: str, outputs: str, wanted: str, path: str) -> None:
+    if form == "rms_norm" and (wanted == "residual" or outputs != "norm"):
+        wanted, outputs = "weight", "norm"  # that form has one output and no residual
+    tensors = {"input": leaf(5, N), "weight": leaf(N), "residual": leaf(5, N)}
+    for name, t in tensors.items():
+        t.requires_grad_(name == wanted)
+    x, w, r = tensors.values()
+
+    def run(norm: Any, add: bool) -> torch.Tensor:
+        y, total = norm(x, w, r) if add else (norm(x, w), None)
+        loss = torch.zeros((), dtype=torch.float64)
+        if outputs != "sum":
+            loss = loss + (y * torch.arange(N)).square().sum()
+        if add and outputs != "norm":
+            loss = loss + total.pow(3).sum()
+        if not loss.requires_grad:  # the sum does not depend on the weight
+            return torch.zeros(())
+        (grad,) = torch.autograd.grad(loss, tensors[wanted], allow_unused=True)
+        return torch.zeros(()) if grad is None else grad
+
+    def torchs(x: Any, w: Any, r: Any = None) -> Any:
+        total = x if r is None else x + r
+        y = F.rms_norm(total, (N,), w, 1e-6)
+        return y if r is None else (y, total)
+
+    def ours(x: Any, w: Any, r: Any = None) -> Any:
+        return tilewright.rms_norm(x, N, w, 1e-6, residual=r)
+
+    add = form == "add_rms_norm"
+    got = warm(lambda: run(ours, add))
+    expected = run(torchs, add)
+    if wanted == "weight" and outputs == "sum":
+        expected = torch.zeros_like(got)  # torch says "unused", or zeros
+    torch.testing.assert_close(got, expected, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_gradients_match_torch_functional(dtype: torch.dtype, path: str) -> None:
+    x, w = leaf(6, N, dtype=dtype), leaf(N, dtype=dtype)
+    grad = torch.randn(6, N).to(dtype)
+    pairs = [
+        (lambda: tilewright.relu(x), lambda: F.relu(x)),
+        (lambda: tilewright.softmax(x), lambda: F.softmax(x, -1)),
+        (lambda: tilewright.softmax(x, 0), lambda: F.softmax(x, 0)),
+        (lambda: tilewright.rms_norm(x, N, w), lambda: F.rms_norm(x, (N,), w)),
+    ]
+    for ours, torchs in pairs:
+        got = warm(lambda f=ours: torch.autograd.grad(f(), [x, w], grad, allow_unused=True))
+        wanted = torch.autograd.grad(torchs(), [x, w], grad, allow_unused=True)
+        for g, t in zip(got, wanted, strict=True):
+            assert (g is None) == (t is None)
+            if g is not None:
+                assert g.dtype == t.dtype
+                torch.testing.assert_close(g, t)
+
+
+def test_mixed_dtypes_give_each_argument_a_gradient_of_its_own_dtype() -> None:
+    x, w = leaf(4, N, dtype=torch.bfloat16), leaf(N, dtype=torch.float32)
+    for casting, out in (("torch", torch.bfloat16), ("llama", torch.float32)):
+        y = tilewright.rms_norm(x, N, w, casting=casting)
+        assert y.dtype == out
+        grads = torch.autograd.grad(y.float().square().sum(), [x, w])
+        assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32]
+
+
+@public
+def test_backward_twice_with_retain_graph_gives_equal_gradients(name: str, path: str) -> None:
+    x = leaf(5, N)
+    y = warm(lambda: PUBLIC[name](x)).square().sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0].clone()
+    assert torch.equal(torch.autograd.grad(y, x)[0], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x)
+
+
+@public
+def test_no_graph_without_grad_mode(name: str, path: str) -> None:
+    x = leaf(5, N)
+    with torch.no_grad():
+        assert not warm(lambda: PUBLIC[name](x)).requires_grad
+    assert warm(lambda: PUBLIC[name](x)).requires_grad
+    assert not warm(lambda: PUBLIC[name](x.detach())).requires_grad
+
+
+@public
+def test_checkpointing_gives_the_same_gradient(name: str) -> None:
+    x = leaf(5, N)
+    wanted = torch.autograd.grad(PUBLIC[name](x).square().sum(), x)[0]
+    y = checkpoint(PUBLIC[name], x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], wanted)
+
+
+# --- what is saved -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("relu", 1), ("softmax", 1), ("rms_norm", 2), ("add_rms_norm", 2)]
+)
+def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str) -> None:
+    x, w = leaf(5, N), leaf(N)
+    calls: dict[str, Callable[[], Any]] = {
+        "relu": lambda: tilewright.relu(x),
+        "softmax": lambda: tilewright.softmax(x),
+        "rms_norm": lambda: tilewright.rms_norm(x, N, w),
+        "add_rms_norm": lambda: tilewright.rms_norm(x, N, w, residual=x.detach()),
+    }
+    calls[name]()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        calls[name]()
+    assert len(saved) == count
+
+
+@pytest.mark.parametrize("name", ["relu", "softmax", "rms_norm", "weight", "residual sum"])
+def test_changing_a_saved_tensor_before_backward_raises(name: str, path: str) -> None:
+    x, w = leaf(5, N) * 1, leaf(N) * 1
+    calls: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+        "relu": lambda: (tilewright.relu(x),) * 2,
+        "softmax": lambda: (tilewright.softmax(x),) * 2,
+        "rms_norm": lambda: (tilewright.rms_norm(x, N, w), x),
+        "weight": lambda: (tilewright.rms_norm(x, N, w), w),
+        "residual sum": lambda: tilewright.rms_norm(x, N, w, residual=x),
+    }
+    output, saved = warm(calls[name])
+    loss = output.square().sum()
+    with torch.no_grad():
+        saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_relu_does_not_need_its_input_for_the_backward(path: str) -> None:
+    start = leaf(5, N)
+    x = start * 1
+    y = warm(lambda: tilewright.relu(x))
+    with torch.no_grad():
+        x.zero_()
+    assert torch.equal(torch.autograd.grad(y.sum(), start)[0], (start > 0).double())
+
+
+# --- in place ------------------------------------------------------------------------------------
+
+
+def test_in_place_returns_its_argument_and_bumps_its_version(path: str) -> None:
+    for _ in range(2):
+        x = torch.randn(5, N)
+        wanted, before = x.relu(), x._version
+        assert tilewright.relu(x, inplace=True) is x
+        assert x._version > before
+        assert torch.equal(x, wanted)
+
+
+def test_in_place_on_what_another_backward_saved_raises(path: str) -> None:
+    for _ in range(2):
+        w = leaf(5, N)
+        x = torch.randn(5, N, dtype=torch.float64)
+        loss = (w * x).sum()  # saves x
+        tilewright.relu(x, inplace=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_in_place_on_a_non_leaf_differentiates(path: str) -> None:
+    for _ in range(2):
+        x = leaf(5, N)
+        y = x * 3
+        assert tilewright.relu(y, inplace=True) is y
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, 3.0 * (x > 0))
+
+
+def test_in_place_on_a_view_of_a_non_leaf_differentiates(path: str) -> None:
+    for _ in range(2):
+        x = leaf(4, N)
+        base = x * 1
+        tilewright.relu(base[1:3], inplace=True)
+        (grad,) = torch.autograd.grad(base.sum(), x)
+        wanted = torch.ones_like(x)
+        wanted[1:3] = (x[1:3] > 0).double()
+        assert torch.equal(grad, wanted)
+
+
+def test_in_place_on_a_leaf_that_requires_grad_raises_and_changes_nothing(path: str) -> None:
+    x = leaf(5, N)
+    before = x.detach().clone()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="leaf"):
+            tilewright.relu(x, inplace=True)
+        assert torch.equal(x, before)
+    with torch.no_grad():
+        tilewright.relu(x, inplace=True)  # an optimiser's kind of update
+    assert torch.equal(x, before.relu())
+
+
+def test_inference_mode(path: str) -> None:
+    x, w = leaf(5, N), leaf(N)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(tilewright.relu(x), F.relu(x))
+            assert torch.equal(tilewright.softmax(x), F.softmax(x, -1))
+            torch.testing.assert_close(tilewright.rms_norm(x, N, w), F.rms_norm(x, (N,), w))
+            made_here = torch.randn(5, N)
+            wanted = made_here.relu()
+            assert tilewright.relu(made_here, inplace=True) is made_here
+            assert torch.equal(made_here, wanted)
+            assert tilewright.relu(x).is_inference()
+
+
+def test_in_place_in_inference_mode_bumps_the_version_of_an_ordinary_tensor(path: str) -> None:
+    for _ in range(2):
+        w = leaf(5, N)
+        x = torch.randn(5, N, dtype=torch.float64)
+        loss = (w * x).sum()
+        with torch.inference_mode():
+            tilewright.relu(x, inplace=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# --- what is not implemented says so -------------------------------------------------------------
+
+
+@public
+def test_double_backward_raises_and_names_the_op(name: str, path: str) -> None:
+    x = leaf(5, N)
+    y = warm(lambda: PUBLIC[name](x))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name.removeprefix('add_')}_backward: double backward"):
+        torch.autograd.grad(grad.sum(), x)
+
+
+@public
+def test_hessian_raises_and_names_the_op(name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name.removeprefix('add_')}_backward: double backward"):
+        torch.autograd.functional.hessian(lambda x: PUBLIC[name](x).pow(2).sum(), torch.randn(2, N))
+
+
+@public
+def test_the_way_out_that_the_double_backward_error_names_works(name: str) -> None:
+    """A message that sends the reader to backend="torch" must not be what backend="torch" raises."""
+    with pytest.raises(RuntimeError) as caught:
+        x = leaf(2, N)
+        (grad,) = torch.autograd.grad(PUBLIC[name](x).square().sum(), x, create_graph=True)
+        grad.sum().backward()
+    if 'backend="torch"' not in str(caught.value):
+        return
+    with tilewright.use_backend("torch"):
+        x = leaf(2, N)
+        (grad,) = torch.autograd.grad(PUBLIC[name](x).square().sum(), x, create_graph=True)
+        grad.sum().backward()
+
+
+FORWARD_MODE = {**PUBLIC, "relu_": lambda x: tilewright.relu(x * 1, inplace=True)}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_ad_raises_and_names_the_op(name: str, path: str) -> None:
+    x = torch.randn(2, N)
+    warm(lambda: FORWARD_MODE[name](x))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=f"{name}: forward-mode AD"):
+            FORWARD_MODE[name](dual)
+        # a tensor without a tangent is still served
+        assert torch.equal(FORWARD_MODE[name](x), FORWARD_MODE[name](x.clone()))
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vjp", "jacrev", "vmap of grad"])
+def test_func_transforms_are_right_or_refused_by_name(transform: str, name: str, path: str) -> None:
+    """Today they are refused. The message must name the op: the reader wrote no autograd.Function."""
+    f, x = FORWARD_MODE[name], torch.randn(2, N)
+    warm(lambda: f(x))
+
+    def run(f: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return f(x).square().sum()
+
+        if transform == "jvp":
+            return torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+        if transform == "vjp":
+            return torch.func.vjp(f, x)[1](torch.ones_like(x))[0]
+        if transform == "jacrev":
+            return torch.func.jacrev(f)(x)
+        if transform == "grad":
+            return torch.func.grad(loss)(x)
+        return torch.func.vmap(torch.func.grad(loss))(x)
+
+    try:
+        got = run(f)
+    except RuntimeError as error:
+        assert name.rstrip("_") in str(error), error
+        return
+    reference = {
+        "relu": F.relu,
+        "relu_": F.relu,
+        "softmax": lambda x: F.softmax(x, -1),
+        "rms_norm": lambda x: F.rms_norm(x, (N,)),
+        "add_rms_norm": lambda x: F.rms_norm(3 * x, (N,)),
+    }[name]
+    torch.testing.assert_close(got, run(reference))
+
+
+@public
+def test_vmap_is_right(name: str, path: str) -> None:
+    """By torch's own fallback: one call per sample."""
+    x = torch.randn(3, 2, N)
+    warm(lambda: PUBLIC[name](x))
+    assert torch.equal(torch.func.vmap(PUBLIC[name])(x), PUBLIC[name](x))
+    moved = torch.func.vmap(PUBLIC[name], in_dims=1, out_dims=1)(x)
+    torch.testing.assert_close(moved, PUBLIC[name](x))
+
+
+def test_vmap_of_softmax_counts_dims_without_the_batch() -> None:
+    x = torch.randn(3, 2, N)
+    got = torch.func.vmap(lambda x: tilewright.softmax(x, 0))(x)
+    torch.testing.assert_close(got, F.softmax(x, 1))
+
+
+def test_vmap_in_place_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="relu_"):
+        torch.func.vmap(lambda x: tilewright.relu(x, inplace=True))(torch.randn(2, N))
+
+
+# --- modes and subclasses see an ordinary operator -----------------------------------------------
+
+
+@public
+def test_dispatch_mode_sees_every_call(name: str, path: str, plain_calls: Counter[str]) -> None:
+    x = torch.randn(2, N)
+    for _ in range(3):
+        PUBLIC[name](x)
+    assert plain_calls[f"tilewright::{name}"] == 3
+
+
+@public
+def test_function_mode_sees_every_call(name: str, path: str) -> None:
+    seen: Counter[Any] = Counter()
+
+    class Count(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, N)
+    warm(lambda: PUBLIC[name](x))
+    with Count():
+        for _ in range(3):
+            PUBLIC[name](x)
+    assert seen[f"tilewright.{name}.default"] == 3
+
+
+class Tagged(torch.Tensor):
+    """A subclass that lives by __torch_function__."""
+
+    seen: Counter[str] = Counter()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen[str(func)] += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@public
+def test_subclass_sees_the_call_and_stays_itself(name: str, path: str) -> None:
+    Tagged.seen.clear()
+    x = torch.randn(2, N)
+    warm(lambda: PUBLIC[name](x))
+    y = PUBLIC[name](x.as_subclass(Tagged))
+    assert type(y) is Tagged
+    assert Tagged.seen[f"tilewright.{name}.default"] == 1
+    assert torch.equal(y.as_subclass(torch.Tensor), PUBLIC[name](x))
+
+
+@pytest.mark.parametrize("place", ["weight", "residual"])
+def test_subclass_in_a_later_argument_is_seen(place: str, path: str) -> None:
+    Tagged.seen.clear()
+    x, others = torch.randn(2, N), {"weight": torch.randn(N), "residual": torch.randn(2, N)}
+    warm(lambda: tilewright.rms_norm(x, N, **others))
+    y, _ = tilewright.rms_norm(x, N, **{**others, place: others[place].as_subclass(Tagged)})
+    assert type(y) is Tagged
+    assert Tagged.seen["tilewright.add_rms_norm.default"] == 1
+
+
+@public
+def test_parameters_take_the_way_of_plain_tensors(name: str, path: str) -> None:
+    x = torch.nn.Parameter(torch.randn(2, N))
+    y = warm(lambda: PUBLIC[name](x))
+    assert type(y) is torch.Tensor
+    assert torch.equal(y, PUBLIC[name](x.detach()))
+
+
+def test_fake_tensors_get_the_declared_outputs() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(4, N, dtype=torch.bfloat16)
+        assert tilewright.softmax(x, dtype=torch.float32).dtype == torch.float32
+        y, total = tilewright.rms_norm(x, N, residual=x)
+        assert y.shape == total.shape == x.shape
+
+
+# --- the shortcut itself -------------------------------------------------------------------------
+
+
+@public
+def test_the_shortcut_steps_around_the_dispatcher(name: str, monkeypatch: Any) -> None:
+    """Or the `path` fixture tests nothing."""
+    x = torch.randn(3, N)
+    monkeypatch.setattr(library, "_current_device", lambda: -1)
+    warm(lambda: PUBLIC[name](x))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        PUBLIC[name](x)
+    assert not [e.name for e in profile.events() if e.name.startswith("tilewright::")]
+
+
+def test_the_shortcut_tells_layouts_dtypes_and_options_apart(path: str) -> None:
+    base = torch.randn(N, N, dtype=torch.float64)
+    for _ in range(2):
+        for x in (base, base.t(), base[:, 1:], base[:, 1:].float(), base[::2], base[1:2].expand(4, N)):
+            assert torch.equal(tilewright.relu(x), F.relu(x))
+            for dim in (0, 1, -1):
+                torch.testing.assert_close(tilewright.softmax(x, dim), F.softmax(x, dim))
+            n = x.shape[-1]
+            for eps in (1e-6, 1e-1):
+                got = tilewright.rms_norm(x, n, None, eps)
+                torch.testing.assert_close(got, F.rms_norm(x, (n,), None, eps))
+            with pytest.raises(tilewright.InputError, match="weight"):
+                tilewright.rms_norm(x, n, torch.ones(n + 1, dtype=x.dtype))
+
+
+def test_plans_are_forgotten_beyond_the_limit(monkeypatch: Any, path: str) -> None:
+    monkeypatch.setattr(library, "MAX_PLANS", 3)
+    for n in (*range(1, 9), *range(1, 9)):
+        x = torch.randn(2, n)
+        assert torch.equal(tilewright.relu(x), x.relu())
+
+
+def test_eight_threads_at_once(path: str) -> None:
+    wrong: list[Any] = []
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        start.wait()
+        try:
+            for i in range(40):
+                x = torch.randn(1 + i % 5, 3 + (seed + i) % 7, generator=rng).double()
+                x.requires_grad_()
+                n = x.shape[-1]
+                for ours, torchs in (
+                    (tilewright.relu(x), F.relu(x)),
+                    (tilewright.softmax(x), F.softmax(x, -1)),
+                    (tilewright.rms_norm(x, n), F.rms_norm(x, (n,))),
+                ):
+                    torch.testing.assert_close(ours, torchs)
+                    got = torch.autograd.grad(ours.square().sum(), x)
+                    torch.testing.assert_close(got, torch.autograd.grad(torchs.square().sum(), x))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+def test_deepcopy_of_a_module_and_of_an_output() -> None:
+    model = _Norm(lambda x, w: tilewright.rms_norm(x, N, w))
+    twin, x = copy.deepcopy(model), torch.randn(3, N)
+    assert torch.equal(twin(x), model(x))
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not torch.equal(twin(x), model(x))
+    y = tilewright.softmax(x)
+    assert torch.equal(copy.deepcopy(y), y)
