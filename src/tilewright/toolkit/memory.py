@@ -37,6 +37,8 @@ def empty(
     if _guards:
         return _guards[-1].empty(shape, strides, dtype, device)
     if _empty_cuda is not None and device.type == "cuda":
+        if shape.__class__ is not tuple:  # torch.Size will not do
+            shape = tuple(shape)
         return _empty_cuda(shape, strides, dtype)  # type: ignore[no-any-return]
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 

@@ -119,7 +119,7 @@ def _bind(
 
 
 def prepare(gpu: Gpu, input: torch.Tensor) -> Callable[..., Any]:
-    shape, dtype, device = input.shape, input.dtype, input.device
+    shape, dtype, device = tuple(input.shape), input.dtype, input.device
     strides = _result_strides(input)
     if not input.numel():
         return lambda x: memory.empty(shape, strides, dtype, device)
@@ -154,7 +154,7 @@ def prepare_in_place(gpu: Gpu, input: torch.Tensor) -> Callable[..., None]:
 
 
 def prepare_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> Callable[..., Any]:
-    shape, dtype, device = output.shape, output.dtype, output.device
+    shape, dtype, device = tuple(output.shape), output.dtype, output.device
     strides = _result_strides(output)
     if not output.numel():
         return lambda g, y: memory.empty(shape, strides, dtype, device)

@@ -221,7 +221,7 @@ def _prepare(
     eps: float, weight_offset: float, round_first: bool, out: torch.dtype,
 ) -> Callable[..., Any]:  # fmt: skip
     """`run(x, w)`, or `run(x, w, residual)`."""
-    shape, dtype, device = input.shape, input.dtype, input.device
+    shape, dtype, device = tuple(input.shape), input.dtype, input.device
     strides = memory.contiguous_strides(shape)
     view = rows(input)
     r_view = view if residual is None else rows(residual)
@@ -266,7 +266,7 @@ def _prepare_backward(
     gpu: Gpu, grad: torch.Tensor, grad_residual: torch.Tensor | None, input: torch.Tensor,
     weight: torch.Tensor | None, eps: float, weight_offset: float, weight_grad: bool,
 ) -> Callable[..., Any]:  # fmt: skip
-    shape, dtype, device = input.shape, input.dtype, input.device
+    shape, dtype, device = tuple(input.shape), input.dtype, input.device
     strides = memory.contiguous_strides(shape)
     view, g_view = rows(input), rows(grad)
     r_view = view if grad_residual is None else rows(grad_residual)

@@ -208,7 +208,7 @@ def _backward_columns(
 
 @on_rows
 def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., Any]:
-    shape, device = input.shape, input.device
+    shape, device = tuple(input.shape), input.device
     strides = memory.contiguous_strides(shape)
     view = rows(input)
     vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
@@ -234,7 +234,7 @@ def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[.
 def _prepare_rows_backward(
     gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, out: torch.dtype
 ) -> Callable[..., Any]:
-    shape, device = output.shape, output.device
+    shape, device = tuple(output.shape), output.device
     strides = memory.contiguous_strides(shape)
     view, g_view = rows(output), rows(grad)
     narrow = (output.new_empty(0, dtype=out), None)
@@ -286,7 +286,7 @@ def _prepare_columns(
             return run_on_copies(*tame)  # type: ignore[no-any-return]
 
         return with_copies
-    shape, device = tensors[0].shape, tensors[0].device
+    shape, device = tuple(tensors[0].shape), tensors[0].device
     strides = memory.contiguous_strides(shape)
     n, d = shape[dim], math.prod(shape[dim + 1 :])
     block_d, block_n = (32, 128) if d >= 32 else (4, 1024)
@@ -313,7 +313,7 @@ def prepare(
     gpu: Gpu, input: torch.Tensor, dim: int, dtype: torch.dtype | None
 ) -> Callable[..., Any]:
     out = dtype or input.dtype
-    shape, device = input.shape, input.device
+    shape, device = tuple(input.shape), input.device
     if not input.numel():
         return lambda *_: memory.empty(shape, memory.contiguous_strides(shape), out, device)
     if is_last(shape, dim):
@@ -324,7 +324,7 @@ def prepare(
 def prepare_backward(
     gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> Callable[..., Any]:
-    shape, device = output.shape, output.device
+    shape, device = tuple(output.shape), output.device
     if not output.numel():
         return lambda *_: memory.empty(shape, memory.contiguous_strides(shape), input_dtype, device)
     if is_last(shape, dim):
@@ -332,5 +332,5 @@ def prepare_backward(
     return _prepare_columns(_backward_columns, [grad, output], dim, input_dtype)
 
 
-def is_last(shape: torch.Size, dim: int) -> bool:
+def is_last(shape: tuple[int, ...], dim: int) -> bool:
     return dim == len(shape) - 1

@@ -1,0 +1,176 @@
+"""How many binaries a user's shapes can ask for: at most twelve per op, backend, dtype and flags.
+
+Each one costs a compilation in somebody's first step. The launchers are asked, on meta tensors and
+for a pretended H200, what they would compile; `reach.describe` says when two answers are one binary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright import dispatch, gpu, library, ops, shapes
+from tilewright.explain import backward_call
+from tilewright.matrix.reach import describe
+from tilewright.spec import FLOATS, Args, Op
+from tilewright.toolkit import recording
+
+LIMIT = 12
+H200 = gpu.pretend("h200")
+
+Layout = Callable[..., torch.Tensor]
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# What users do to a [rows, n] tensor without thinking; the slices start off a 16-byte boundary.
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda r, n, dtype: _empty(r, n, dtype=dtype),
+    "padded": lambda r, n, dtype: _empty(r, n + 64, dtype=dtype)[:, 32 : 32 + n],
+    "shifted": lambda r, n, dtype: _empty(r, n + 3, dtype=dtype)[:, 1 : 1 + n],
+    "offset": lambda r, n, dtype: _empty(r * n + 1, dtype=dtype)[1:].view(r, n),
+    "step": lambda r, n, dtype: _empty(2 * r, n, dtype=dtype)[::2],
+    "fused": lambda r, n, dtype: _empty(r, 3, n, dtype=dtype)[:, 1],
+    "heads": lambda r, n, dtype: _empty(r, 2, n, dtype=dtype).transpose(0, 1),
+    "expanded": lambda r, n, dtype: _empty(1, n, dtype=dtype).expand(r, n),
+    "transposed": lambda r, n, dtype: _empty(n, r, dtype=dtype).t(),
+}
+
+
+@lru_cache(maxsize=1)
+def calls() -> list[tuple[int, int, str]]:
+    """(rows, columns, layout): a thousand random ones, then the models' sizes."""
+    rng = random.Random(0)
+    found = []
+    for _ in range(1000):
+        rows, columns = rng.randint(1, 5000), int(2 ** rng.uniform(0, 18))
+        layout = "contiguous" if rng.random() < 0.5 else rng.choice(list(LAYOUTS))
+        found.append((rows, columns, layout))
+    for model in shapes.MODELS.values():
+        for size in (model.hidden, model.intermediate, model.head_dim, model.vocab, model.qkv_size):
+            found += [(tokens, size, "contiguous") for tokens in (1, 16, 2048)]
+    return found
+
+
+Flags = dict[str, Any]
+
+# Flag sets: what selects another kernel rather than another shape of the same one.
+FORWARD: dict[str, dict[str, Flags]] = {
+    "relu": {"": {}},
+    "relu_": {"": {}},
+    "softmax": {"": {}, "to float32": {"dtype": torch.float32}, "dim 0": {"dim": 0}},
+    "rms_norm": {
+        "": {},
+        "no weight": {"weight": False},
+        "llama": {"casting": "llama"},
+        "llama mixed": {"casting": "llama", "weight_dtype": torch.float32},
+    },
+}
+FORWARD["add_rms_norm"] = FORWARD["rms_norm"]
+
+
+def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
+    if name in ("relu", "relu_"):
+        return (x,)
+    if name == "softmax":
+        return x, flags.get("dim", x.dim() - 1), flags.get("dtype")
+    weight = None
+    if flags.get("weight", True):
+        # one weight out of a packed buffer for each odd row length, as a state dict may hold it
+        n, shift = x.shape[-1], x.shape[-1] % 2
+        weight = _empty(n + shift, dtype=flags.get("weight_dtype", x.dtype))[shift:]
+    residual = (torch.empty_like(x),) if name == "add_rms_norm" else ()
+    return x, *residual, weight, 1e-6, 0.0, flags.get("casting", "torch")
+
+
+def _op(name: str) -> Op:
+    from tilewright.ops.relu.op import IN_PLACE
+
+    return IN_PLACE if name == "relu_" else ops.registry()[name]
+
+
+def _backward_args(op: Op, args: Args, like: torch.Tensor) -> Args:
+    """As autograd calls it, with an incoming gradient of the input's own strange layout."""
+    grad, *rest = backward_call(op, args)
+    if grad.shape == like.shape and grad.dtype == like.dtype:
+        grad = like
+    return grad, *rest
+
+
+def _requests(op: Op, backend: Any, args: Args) -> list[Any]:
+    tensor = next(a for a in args if isinstance(a, torch.Tensor))
+    if dispatch.refusal(backend, op, args, tensor, H200, pretending=True) is not None:
+        return []
+    with recording.recording() as requests:
+        dispatch.load(backend.entry)(H200, *args)
+    return requests
+
+
+REFUSED = (("cuda", "dim 0"), ("cuda", "llama mixed"))  # by `accepts`, see test_dispatch
+
+
+def _budgets() -> Iterator[Any]:
+    for name, flag_sets in FORWARD.items():
+        forward = _op(name)
+        for backward in (False, True):
+            if backward and forward.autograd is None:
+                continue
+            op = forward.autograd.op if backward and forward.autograd else forward
+            for backend in op.backends:
+                for flags in flag_sets:
+                    if backend.technology == "torch" or (backend.technology, flags) in REFUSED:
+                        continue
+                    phase = "backward" if backward else "forward"
+                    parts = (name, phase, backend.name, flags)
+                    yield pytest.param(
+                        name, backward, backend.name, flags, id=" ".join(p for p in parts if p)
+                    )
+
+
+@pytest.mark.parametrize(("name", "backward", "backend", "flags"), list(_budgets()))
+def test_shapes_compile_at_most_twelve_binaries(
+    name: str, backward: bool, backend: str, flags: str
+) -> None:
+    forward = _op(name)
+    op = forward.autograd.op if backward and forward.autograd else forward
+    chosen = op.backend(backend)
+    dtypes = FLOATS if flags == "" else (torch.bfloat16,)
+    for dtype in dtypes:
+        binaries: dict[str, Any] = {}
+        for rows, columns, layout in calls():
+            x = LAYOUTS[layout](rows, columns, dtype=dtype)
+            if name == "relu_" and layout == "expanded":
+                continue
+            args = _forward_args(name, x, FORWARD[name][flags])
+            if backward:
+                args = _backward_args(forward, args, x)
+            for request in _requests(op, chosen, args):
+                binaries.setdefault(describe(request), (rows, columns, layout, request.constants))
+        assert binaries, "nothing was asked for: this test would pass on anything"
+        reached = "\n".join(map(str, binaries.values()))
+        assert len(binaries) <= LIMIT, f"{dtype}: {len(binaries)} binaries, first reached by\n{reached}"
+
+
+def test_every_op_with_kernels_has_a_budget() -> None:
+    rules = [_op(name).autograd for name in FORWARD]
+    assert set(library.calls) == {*FORWARD, *(rule.op.name for rule in rules if rule)}
+
+
+def test_a_launcher_that_specialises_on_the_shape_would_be_caught() -> None:
+    """The count sees constants, options and integer widths; not the value of an integer."""
+    from tilewright.ops.relu import triton_impl
+
+    def described(n: int, scalar: int) -> str:
+        request = recording.Request("triton", triton_impl._relu, (torch.float32, scalar), (("N", n),), ())
+        return describe(request)
+
+    assert described(1, 5) == described(1, 6)
+    assert described(1, 5) != described(2, 5)
+    assert described(1, 5) != described(1, 2**40)
