@@ -1,7 +1,7 @@
 """How many binaries a user's shapes can ask for: at most twelve per op, backend, dtype and flags.
 
-Each one costs a compilation in somebody's first step. The launchers are asked, on meta tensors and
-for a pretended H200, what they would compile; `reach.describe` says when two answers are one binary.
+Each one costs a compilation in somebody's first step. The launchers are asked, on meta tensors, for
+a pretended H200, what they would compile; `reach.describe` says when two answers are one binary.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from tilewright import dispatch, gpu, library, ops, shapes
-from tilewright.explain import backward_call
 from tilewright.matrix.reach import describe
-from tilewright.spec import FLOATS, Args, Op
+from tilewright.spec import FLOATS, Args, Op, as_tuple
 from tilewright.toolkit import recording
 
 LIMIT = 12
@@ -98,10 +97,9 @@ def _op(name: str) -> Op:
 
 def _backward_args(op: Op, args: Args, like: torch.Tensor) -> Args:
     """As autograd calls it, with an incoming gradient of the input's own strange layout."""
-    grad, *rest = backward_call(op, args)
-    if grad.shape == like.shape and grad.dtype == like.dtype:
-        grad = like
-    return grad, *rest
+    outputs = as_tuple(op.outputs(*args))
+    grads = tuple(like if o.dtype == like.dtype else o for o in outputs)
+    return op.backward_call(args, outputs, grads)
 
 
 def _requests(op: Op, backend: Any, args: Args) -> list[Any]:
@@ -155,7 +153,9 @@ def test_shapes_compile_at_most_twelve_binaries(
                 binaries.setdefault(describe(request), (rows, columns, layout, request.constants))
         assert binaries, "nothing was asked for: this test would pass on anything"
         reached = "\n".join(map(str, binaries.values()))
-        assert len(binaries) <= LIMIT, f"{dtype}: {len(binaries)} binaries, first reached by\n{reached}"
+        assert len(binaries) <= LIMIT, (
+            f"{dtype}: {len(binaries)} binaries, first reached by\n{reached}"
+        )
 
 
 def test_every_op_with_kernels_has_a_budget() -> None:
@@ -168,7 +168,9 @@ def test_a_launcher_that_specialises_on_the_shape_would_be_caught() -> None:
     from tilewright.ops.relu import triton_impl
 
     def described(n: int, scalar: int) -> str:
-        request = recording.Request("triton", triton_impl._relu, (torch.float32, scalar), (("N", n),), ())
+        request = recording.Request(
+            "triton", triton_impl._relu, (torch.float32, scalar), (("N", n),), ()
+        )
         return describe(request)
 
     assert described(1, 5) == described(1, 6)

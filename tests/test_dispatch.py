@@ -106,7 +106,10 @@ def test_sm_bounds_are_named() -> None:
     def limited(**bounds: int) -> Op:
         return replace(RELU, backends=(replace(RELU.backends[0], **bounds), RELU.backends[-1]))
 
-    assert "SM 90 and newer, and Tesla T4 is SM 75" in reasons(limited(min_sm=90), X, on="t4")["triton"]
+    assert (
+        "SM 90 and newer, and Tesla T4 is SM 75"
+        in reasons(limited(min_sm=90), X, on="t4")["triton"]
+    )
     found = reasons(limited(min_sm=75, max_sm=89), X, on="h100")["triton"]
     assert "SM 75 to 89" in found
     assert "triton" not in reasons(limited(min_sm=90, max_sm=90), X, on="h100")
@@ -116,7 +119,9 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
 
     def refusal(backend: Backend) -> str | None:
-        return dispatch.refusal(backend, SOFTMAX, (X, 1, None), X, gpu.pretend("h100"), pretending=False)
+        return dispatch.refusal(
+            backend, SOFTMAX, (X, 1, None), X, gpu.pretend("h100"), pretending=False
+        )
 
     by_name = {b.name: refusal(b) for b in SOFTMAX.backends}
     assert "pip install triton" in str(by_name["triton"])
@@ -125,7 +130,9 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 
 
 def test_no_backend_at_all_lists_every_reason() -> None:
-    with pytest.raises(UnsupportedError, match="no backend serves this call. triton: input is on cpu"):
+    with pytest.raises(
+        UnsupportedError, match="no backend serves this call. triton: input is on cpu"
+    ):
         dispatch.choose(replace(RELU, backends=RELU.backends[:1]), (X,))
 
 
@@ -281,7 +288,9 @@ def test_the_backward_runs_on_the_forwards_backend(how: str, monkeypatch: Any) -
         return prepare(op, args, backend)
 
     monkeypatch.setattr(dispatch, "prepare", spy)
-    x = torch.randn(3, 977 if how == "use_backend" else 976, requires_grad=True)  # shapes of no plan
+    x = torch.randn(
+        3, 977 if how == "use_backend" else 976, requires_grad=True
+    )  # shapes of no plan
     if how == "use_backend":
         with use_backend("torch"):
             y = tilewright.softmax(x)

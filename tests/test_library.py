@@ -1,8 +1,8 @@
 """The registered operators: schema, fake, autograd, autocast, compile, export, transforms.
 
 CPU tensors run the reference through the same registration, so all of it is tested without a GPU.
-`path` runs a test twice: through torch's dispatcher, and on the shortcut that a warm CUDA call takes
-(`library.call` steps around the dispatcher when nothing needs it), which here serves CPU tensors.
+`path` runs a test twice: through torch's dispatcher, and on the short way around it that the second
+call of a layout takes when nothing needs the dispatcher (`library._caller`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ public = pytest.mark.parametrize("name", PUBLIC)
 
 @pytest.fixture(params=["dispatcher", "shortcut"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "shortcut":
-        monkeypatch.setattr(library, "_current_device", lambda: -1)  # a CPU tensor's "index"
+    if request.param == "dispatcher":
+        monkeypatch.setattr(library, "_function_modes", lambda: 1)  # "a mode must see this call"
     return str(request.param)
 
 
@@ -52,7 +52,9 @@ def plain_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     seen: Counter[str] = Counter()
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen[func.name()] += 1
             return func(*args, **(kwargs or {}))
 
@@ -610,19 +612,23 @@ def test_double_backward_raises_and_names_the_op(name: str, path: str) -> None:
     x = leaf(5, N)
     y = warm(lambda: PUBLIC[name](x))
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{name.removeprefix('add_')}_backward: double backward"):
+    with pytest.raises(
+        RuntimeError, match=f"{name.removeprefix('add_')}_backward: double backward"
+    ):
         torch.autograd.grad(grad.sum(), x)
 
 
 @public
 def test_hessian_raises_and_names_the_op(name: str) -> None:
-    with pytest.raises(RuntimeError, match=f"{name.removeprefix('add_')}_backward: double backward"):
+    with pytest.raises(
+        RuntimeError, match=f"{name.removeprefix('add_')}_backward: double backward"
+    ):
         torch.autograd.functional.hessian(lambda x: PUBLIC[name](x).pow(2).sum(), torch.randn(2, N))
 
 
 @public
 def test_the_way_out_that_the_double_backward_error_names_works(name: str) -> None:
-    """A message that sends the reader to backend="torch" must not be what backend="torch" raises."""
+    """A message that sends the reader to backend="torch" must not come from backend="torch"."""
     with pytest.raises(RuntimeError) as caught:
         x = leaf(2, N)
         (grad,) = torch.autograd.grad(PUBLIC[name](x).square().sum(), x, create_graph=True)
@@ -675,7 +681,7 @@ TORCHS: dict[str, Public] = {
 @pytest.mark.parametrize("name", FORWARD_MODE)
 @pytest.mark.parametrize("transform", ["jvp", "vjp", "jacrev", "grad", "vmap of grad"])
 def test_func_transforms_are_right_or_refused_by_name(transform: str, name: str, path: str) -> None:
-    """Today they are refused. The message must name the op: the reader wrote no autograd.Function."""
+    """Today they are refused. The message must name the op: a user wrote no autograd.Function."""
     x = torch.randn(2, N)
     warm(lambda: FORWARD_MODE[name](x))
     message = ""
@@ -726,7 +732,9 @@ def test_function_mode_sees_every_call(name: str, path: str) -> None:
     seen: Counter[Any] = Counter()
 
     class Count(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
@@ -792,20 +800,44 @@ def test_fake_tensors_get_the_declared_outputs() -> None:
 
 
 @public
-def test_the_shortcut_steps_around_the_dispatcher(name: str, monkeypatch: Any) -> None:
+def test_the_shortcut_steps_around_the_dispatcher(name: str, path: str) -> None:
     """Or the `path` fixture tests nothing."""
     x = torch.randn(3, N)
-    monkeypatch.setattr(library, "_current_device", lambda: -1)
     warm(lambda: PUBLIC[name](x))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         PUBLIC[name](x)
-    assert not [e.name for e in profile.events() if e.name.startswith("tilewright::")]
+    seen = [e.name for e in profile.events() if e.name.startswith("tilewright::")]
+    assert seen == ([] if path == "shortcut" else [f"tilewright::{name}"])
+
+
+def test_a_negated_view_is_another_layout() -> None:
+    """Its memory holds the values with the other sign: a plan for plain tensors must not serve it."""
+    x = torch.randn(3, N)
+    negated = torch._neg_view(x)
+    assert negated.is_contiguous()
+    assert library.layout_key(negated) != library.layout_key(x)
+    assert torch.equal(warm(lambda: tilewright.relu(negated)), (-x).relu())
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn], ids=str)
+def test_tensors_without_strides_are_refused_and_not_misread(make: Any, path: str) -> None:
+    x = make(torch.randn(3, N))
+    for _ in range(2):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            tilewright.relu(x)
 
 
 def test_the_shortcut_tells_layouts_dtypes_and_options_apart(path: str) -> None:
     base = torch.randn(N, N, dtype=torch.float64)
     for _ in range(2):
-        for x in (base, base.t(), base[:, 1:], base[:, 1:].float(), base[::2], base[1:2].expand(4, N)):
+        for x in (
+            base,
+            base.t(),
+            base[:, 1:],
+            base[:, 1:].float(),
+            base[::2],
+            base[1:2].expand(4, N),
+        ):
             assert torch.equal(tilewright.relu(x), F.relu(x))
             for dim in (0, 1, -1):
                 torch.testing.assert_close(tilewright.softmax(x, dim), F.softmax(x, dim))

@@ -216,8 +216,10 @@ def test_missing_wheels_are_named(source: nvrtc.Source, monkeypatch: pytest.Monk
 # --- the ops' kernels ----------------------------------------------------------------------------
 
 # Both sides of every threshold of both launch functions, aligned and odd.
-COLUMNS = (1, 8, 31, 33, 256, 257, 512, 520, 1024, 1025, 1032, 4096, 4097, 8192, 8193, 8200)
-COLUMNS += (16384, 16385, 16392, 32768, 32769, 32776, 262144)
+COLUMNS = (
+    *(1, 8, 31, 33, 64, 65, 256, 257, 512, 520, 1024, 1025, 1032, 4096, 4097, 8192, 8193, 8200),
+    *(16384, 16385, 16392, 32768, 32769, 32776, 262144),
+)
 
 
 def requests_of(dtype: torch.dtype, gpu: Any) -> dict[str, recording.Request]:

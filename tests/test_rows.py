@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright import ops
+import tilewright
+from tilewright import dispatch, ops
 from tilewright.toolkit import memory, tiles
 from tilewright.toolkit.rows import (
     VECTOR_BYTES,
@@ -73,7 +74,10 @@ def test_rows_of_random_views_are_where_the_tensor_has_them() -> None:
         if view is None:
             continue
         found += 1
-        assert (view.count, view.n) == (x.numel() // x.shape[-1], x.shape[-1]), (x.shape, x.stride())
+        assert (view.count, view.n) == (x.numel() // x.shape[-1], x.shape[-1]), (
+            x.shape,
+            x.stride(),
+        )
         assert row_offsets(view) == true_offsets(x.shape, x.stride()), (x.shape, x.stride())
     assert 1500 < found < 3900  # both answers are exercised
 
@@ -112,7 +116,9 @@ def test_rows_of_refuses_only_what_two_levels_cannot_describe() -> None:
         (lambda: torch.empty(0, 8), Rows(0, 8, 1, 8, 0)),
     ],
 )
-def test_rows_of_the_layouts_users_have(make: Callable[[], torch.Tensor], expected: Rows | None) -> None:
+def test_rows_of_the_layouts_users_have(
+    make: Callable[[], torch.Tensor], expected: Rows | None
+) -> None:
     x = make()
     assert rows_of(x.shape, x.stride()) == expected
 
@@ -211,7 +217,9 @@ def test_longer_rows_never_get_smaller_tiles(vec: int) -> None:
     assert loops == sorted(loops, reverse=True)  # once a row loops, every longer one does
 
 
-@pytest.mark.parametrize("tile", [*tiles.ALIGNED, *tiles.UNALIGNED, tiles.WIDE, tiles.WIDE_UNALIGNED])
+@pytest.mark.parametrize(
+    "tile", [*tiles.ALIGNED, *tiles.UNALIGNED, tiles.WIDE, tiles.WIDE_UNALIGNED]
+)
 def test_a_tile_gives_each_thread_something_and_not_too_much(tile: tiles.Tile) -> None:
     assert 1 <= tile.rows * tile.block / (32 * tile.warps) <= 32
 
@@ -219,8 +227,12 @@ def test_a_tile_gives_each_thread_something_and_not_too_much(tile: tiles.Tile) -
 # --- guarded memory ------------------------------------------------------------------------------
 
 
+def _new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return memory.contiguous(shape, dtype, torch.device("cpu"))()
+
+
 def _buffer(guard: memory.Guard, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    buffer = memory.empty((3, 5), (5, 1), dtype, torch.device("cpu"))
+    buffer = _new(3, 5, dtype=dtype)
     assert guard.buffers
     return buffer
 
@@ -257,7 +269,7 @@ def test_a_write_outside_is_a_fault(side: str, distance: int) -> None:
 
 def test_an_empty_buffer_is_guarded_too() -> None:
     with memory.guarded() as guard:
-        buffer = memory.empty((0, 5), (5, 1), torch.float32, torch.device("cpu"))
+        buffer = _new(0, 5)
         buffer.as_strided((1,), (1,), buffer.storage_offset()).fill_(0)
     assert guard.faults() == ["wrote past a buffer of 0 elements"]
 
@@ -269,7 +281,7 @@ def test_guards_nest_and_end_with_an_exception() -> None:
             raise KeyError
         _buffer(outer)
     assert len(inner.buffers) == len(outer.buffers) == 1
-    memory.empty((2,), (1,), torch.float32, torch.device("cpu"))
+    _new(2)
     assert len(outer.buffers) == 1
 
 
@@ -278,7 +290,7 @@ def _planted(fault: str) -> Callable[..., torch.Tensor]:
 
     def relu(x: torch.Tensor, backend: str) -> torch.Tensor:
         strides = x.stride() if fault != "strides" else tuple(reversed(x.stride()))
-        y = memory.empty(x.shape, strides, x.dtype, x.device)
+        y = memory.allocator(x.shape, strides, x.dtype, x.device)()
         y.copy_(x.relu())
         if fault == "unwritten":
             y.as_strided((1,), (1,), y.storage_offset()).fill_(torch.nan)
@@ -313,6 +325,31 @@ def test_verify_catches_what_is_planted(fault: str, says: str, monkeypatch: Any)
     verdict, _ = compare.forward(ops.registry()["relu"], args, "planted", interpreted=False)
     assert verdict.passed == (fault == "")
     assert says in verdict.message
+
+
+def test_guarded_calls_neither_use_nor_leave_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan keeps its allocator: made outside it does not poison, made inside it always does."""
+    made: list[int] = []
+    prepare = dispatch.prepare
+
+    def spy(*args: Any) -> Any:
+        made.append(len(memory.guards))
+        return prepare(*args)
+
+    monkeypatch.setattr(dispatch, "prepare", spy)
+    x = torch.randn(3, 1013)  # a shape of no plan
+    tilewright.relu(x)
+    tilewright.relu(x)
+    assert made == [0]
+    with memory.guarded():
+        tilewright.relu(x)
+    assert made == [0, 1]
+    y = torch.randn(3, 1014)
+    with memory.guarded():
+        tilewright.relu(y)
+    tilewright.relu(x)
+    tilewright.relu(y)
+    assert made == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0, 3), (1, 1)])

@@ -19,7 +19,12 @@ def tensor(op: str, name: str, value: Any) -> None:
 
 
 def floating(op: str, name: str, value: torch.Tensor) -> None:
+    """A dense tensor of floating-point numbers."""
     tensor(op, name, value)
+    if value.layout != torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        fix = f"Convert it: {name}.to_dense()."
+        raise InputError(sentence(op, name, f"is {layout}", "be a dense tensor", fix))
     if not value.is_floating_point():
         raise DTypeError(
             sentence(

@@ -157,11 +157,15 @@ def refusal(
 
 
 def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:
-    """`run(*args)` for every call of this layout, on the chosen backend."""
+    """`run(*args, backend)` for every call of this layout, on the chosen backend.
+
+    The backend comes along because a caller has it at the end of its arguments, and cutting it off
+    would cost each call a copy of them; plans take what they need from the front.
+    """
     choice = choose(op, args, backend=backend)
     entry = load(choice.backend.entry)
     if choice.backend.technology == "torch":
-        return entry
+        return lambda *args: entry(*args[:-1])
     run: Callable[..., Any] = entry(choice.gpu, *args)
     return run
 

@@ -125,17 +125,12 @@ def _bytes(op: Op, args: Args) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-def backward_call(op: Op, args: Args) -> Args:
-    """The arguments that autograd would hand to the op's backward, every gradient wanted."""
-    assert op.autograd is not None
-    outputs = as_tuple(op.outputs(*args))
-    return (*outputs, *op.autograd.saved(args, outputs, dict.fromkeys(op.arguments, True)))
-
-
 def _backward(op: Op, args: Args, choice: dispatch.Choice) -> str | None:
     if op.autograd is None:
         return None
-    call = backward_call(op, on_meta(args))
+    on_gpu = on_meta(args)
+    outputs = as_tuple(op.outputs(*on_gpu))
+    call = op.backward_call(on_gpu, outputs, outputs)
     twin = op.autograd.op.backend(choice.backend.name) if choice.asked_by != "automatic" else None
     wanted = twin.name if twin else None
     found = dispatch.choose(op.autograd.op, call, backend=wanted, gpu=choice.gpu)

@@ -2,7 +2,7 @@
 
 `register(op)` defines `torch.ops.tilewright.<name>` with its fake kernel, its autograd and its
 autocast rule, and returns `call(*args)`, which the public function uses. `call` steps around the
-dispatcher only when nothing needs it (see `_plain`): then a call is one dictionary look-up, one
+dispatcher only when nothing needs it (see `_caller`): then a call is one dictionary look-up, one
 allocation and one launch. Everything else (the first call of a layout included) goes through
 torch.ops, so torch.compile, export, functional transforms and subclasses see an ordinary operator.
 """
@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from tilewright import dispatch
 from tilewright.errors import CaptureError
 from tilewright.spec import Args, Op
+from tilewright.toolkit import memory
 
 LIBRARY = torch.library.Library("tilewright", "DEF")
 MAX_PLANS = 65_536  # layouts remembered per op; beyond it the oldest is forgotten
@@ -31,29 +32,17 @@ _autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enab
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _override = dispatch.override.get
-_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -2)  # -2: no tensor is there
 
 calls: dict[str, Callable[..., Any]] = {}  # every registered op's `call(*args, backend)`, by name
 capturing: list[list[tuple[Op, Args]]] = []  # explain() listens here; while it does, no shortcut
-
-
-def _plain() -> bool:
-    """Nothing between a call and its kernel: no mode, autocast, transform, forward AD."""
-    return not (
-        _function_modes()
-        or _dispatch_modes()
-        or _autocast()
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-        or capturing
-    )
 
 
 def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
     """What a kernel's binary and launch depend on, for one tensor."""
     if t is None:
         return None
-    return (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
+    order = t.is_contiguous() or (t.stride(), t.is_neg())
+    return (t.shape, order, t.dtype, t.data_ptr() & 15, t.device)
 
 
 def register(op: Op) -> Callable[..., Any]:
@@ -66,7 +55,7 @@ def register(op: Op) -> Callable[..., Any]:
     )
     operator = getattr(getattr(torch.ops, op.namespace), op.name).default
     plans: dict[Any, Callable[..., Any]] = {}
-    tensors = sum(part.strip(" (").startswith("Tensor") for part in signature.split(","))
+    tensors = op.tensor_count
 
     def kernel(*args: Any) -> Any:
         """The CPU and CUDA kernel: find or make the plan, run it."""
@@ -74,14 +63,16 @@ def register(op: Op) -> Callable[..., Any]:
         key = _key(args[:tensors], (*plain_args[tensors:], backend))
         index = args[0].get_device()
         with torch.cuda.device(index) if index >= 0 else nullcontext():
+            if memory.guards:  # a poisoned call: its buffers must not outlive it in a plan
+                return dispatch.prepare(op, tuple(plain_args), backend)(*plain_args, backend)
             run = plans.get(key)
             if run is None:
                 _refuse_cold_capture(op, plain_args)
-                run = dispatch.prepare(op, tuple(plain_args), backend)
+                run = _on_device(dispatch.prepare(op, tuple(plain_args), backend), index)
                 while len(plans) >= MAX_PLANS:
                     plans.pop(next(iter(plans)), None)
                 plans[key] = run
-            return run(*plain_args)
+            return run(*plain_args, backend)
 
     def fake(*args: Any) -> Any:
         *plain_args, _ = _with_backend(op, args)
@@ -95,14 +86,14 @@ def register(op: Op) -> Callable[..., Any]:
 
         def below(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return operator(*args, backend)
+                return operator(*args)
 
         needs_grad = _is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in plain_args
         )
         if needs_grad or forward_ad._current_level >= 0:
             return function.apply(below, *plain_args, backend)
-        return below(*plain_args)
+        return below(*plain_args, backend)
 
     LIBRARY.impl(op.name, kernel, "CUDA")
     LIBRARY.impl(op.name, kernel, "CPU")
@@ -131,6 +122,21 @@ def _key(tensors: Args, rest: Args) -> tuple[Any, ...]:
     return (*map(layout_key, tensors), rest, _override())
 
 
+def _on_device(run: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """A plan allocates and launches on the current device: with several, make it the tensors'."""
+    if index < 0 or torch.cuda.device_count() == 1:
+        return run
+    current = torch._C._cuda_getDevice
+
+    def guarded(*args: Any) -> Any:
+        if current() == index:
+            return run(*args)
+        with torch.cuda.device(index):
+            return run(*args)
+
+    return guarded
+
+
 def _with_backend(op: Op, args: Args) -> Args:
     """torch.ops drops trailing defaults; put the backend back."""
     return args if len(args) > len(op.arguments) else (*args, None)
@@ -153,21 +159,37 @@ def _caller(
 ) -> Callable[..., Any]:
     """`call(*args)` for ops whose first one, two or more arguments are tensors.
 
-    A plan allocates and launches on the current device, so a tensor elsewhere takes the slow way.
-    The C-level apply skips the Python wrapper that looks for functional transforms: `_plain` has.
+    The short way is taken when nothing stands between the call and its kernel: no tensor subclass,
+    no function or dispatch mode, no autocast, no functional transform, no forward AD, no tracing,
+    nobody explaining or poisoning. The tests and the key are written out in `one` and `two`: a
+    Python call costs 0.2 us on the host of an H200 (2026-11), and the whole budget is about ten.
+    The C-level apply skips the Python wrapper that looks for functional transforms: these have.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    ordinary = _ORDINARY
+    ordinary, guards, find = _ORDINARY, memory.guards, plans.get
 
     def one(x: torch.Tensor, *rest: Any) -> Any:
         if _is_compiling():
             return operator(x, *rest)
-        if x.__class__ in ordinary and x.get_device() == _current_device() and _plain():
-            run = plans.get((layout_key(x), rest, _override()))
+        if x.__class__ in ordinary and not (
+            _function_modes()
+            or _dispatch_modes()
+            or _autocast()
+            or forward_ad._current_level >= 0
+            or capturing
+            or guards
+            or _transforms() is not None
+        ):
+            try:
+                order = x.is_contiguous() or (x.stride(), x.is_neg())
+                layout = (x.shape, order, x.dtype, x.data_ptr() & 15, x.device)
+                run = find((layout, rest, _override()))
+            except RuntimeError:  # no storage, as sparse tensors: `slow` says so in our words
+                run = None
             if run is not None:
                 if x.requires_grad and _is_grad_enabled():
                     return apply(run, x, *rest)
-                return run(x, *rest[:-1])
+                return run(x, *rest)
         return slow(x, *rest)
 
     def two(x: torch.Tensor, y: torch.Tensor | None, *rest: Any) -> Any:
@@ -175,31 +197,50 @@ def _caller(
             return operator(x, y, *rest)
         if (
             x.__class__ in ordinary
-            and x.get_device() == _current_device()
             and (y is None or y.__class__ in ordinary)
-            and _plain()
+            and not (
+                _function_modes()
+                or _dispatch_modes()
+                or _autocast()
+                or forward_ad._current_level >= 0
+                or capturing
+                or guards
+                or _transforms() is not None
+            )
         ):
-            run = plans.get((layout_key(x), layout_key(y), rest, _override()))
+            try:
+                order = x.is_contiguous() or (x.stride(), x.is_neg())
+                layout = (x.shape, order, x.dtype, x.data_ptr() & 15, x.device)
+                run = find((layout, layout_key(y), rest, _override()))
+            except RuntimeError:
+                run = None
             if run is not None:
                 if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
                     return apply(run, x, y, *rest)
-                return run(x, y, *rest[:-1])
+                return run(x, y, *rest)
         return slow(x, y, *rest)
 
     def many(*args: Any) -> Any:
         if _is_compiling():
             return operator(*args)
         leading = args[:tensors]
-        if (
-            args[0].get_device() == _current_device()
-            and all(t is None or t.__class__ in ordinary for t in leading)
-            and _plain()
+        if all(t is None or t.__class__ in ordinary for t in leading) and not (
+            _function_modes()
+            or _dispatch_modes()
+            or _autocast()
+            or forward_ad._current_level >= 0
+            or capturing
+            or guards
+            or _transforms() is not None
         ):
-            run = plans.get(_key(leading, args[tensors:]))
+            try:
+                run = find(_key(leading, args[tensors:]))
+            except RuntimeError:
+                run = None
             if run is not None:
                 if _is_grad_enabled() and any(t is not None and t.requires_grad for t in leading):
                     return apply(run, *args)
-                return run(*args[:-1])
+                return run(*args)
         return slow(*args)
 
     return {1: one, 2: two}.get(tensors, many)
@@ -209,24 +250,23 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
     """One autograd.Function per op: `apply(run, *args, backend)`, `run` the forward below it."""
     rule = op.autograd
     many_outputs = "," in op.schema.partition("->")[2]
-    arguments = op.arguments
+    arguments, tensors = op.arguments, op.tensor_count
 
     def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
-        *plain_args, backend = args
-        outputs = run(*plain_args)
+        outputs = run(*args)
         if rule is None:
             return outputs
-        as_tuple = outputs if many_outputs else (outputs,)
-        needs = dict(zip(arguments, ctx.needs_input_grad[1:], strict=False))
-        saved = rule.saved(tuple(plain_args), as_tuple, needs)
-        ctx.constants = [None if isinstance(a, torch.Tensor) else a for a in saved]
-        ctx.save_for_backward(*(a if isinstance(a, torch.Tensor) else None for a in saved))
-        # Autograd's threads do not see this thread's use_backend: take its word along.
-        wanted = backend or (dispatch.requested(op, None)[0] if _override() else None)
-        ctx.backend = wanted if wanted and rule.op.backend(wanted) else None
         if many_outputs:
             ctx.set_materialize_grads(False)
-            ctx.like = [(o.shape, o.dtype, o.device) for o in as_tuple]
+            ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
+            kept, ctx.note = rule.keep(args, outputs)
+        else:
+            kept, ctx.note = rule.keep(args, (outputs,))
+        ctx.save_for_backward(*kept)
+        ctx.rest = args[tensors:]
+        if _override() is not None:  # autograd's threads do not see this thread's use_backend
+            wanted = args[-1] or dispatch.requested(op, None)[0]
+            ctx.rest = (*args[tensors:-1], wanted)
         return outputs
 
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -238,15 +278,14 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         if many_outputs and grads[0] is None:
             shape, dtype, device = ctx.like[0]
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
-        saved = [
-            constant if tensor is None else tensor
-            for tensor, constant in zip(ctx.saved_tensors, ctx.constants, strict=True)
-        ]
-        results = calls[rule.op.name](*grads, *saved, ctx.backend)
+        *rest, wanted = ctx.rest
+        needs = dict(zip(arguments, ctx.needs_input_grad[1:], strict=False))
+        saved = rule.saved(ctx.saved_tensors, ctx.note, tuple(rest), needs)
+        twin = wanted if wanted and rule.op.backend(wanted) else None
+        results = calls[rule.op.name](*grads, *saved, twin)
         results = results if isinstance(results, tuple) else (results,)
         by_name = {n: r for names, r in zip(rule.gradients, results, strict=True) for n in names}
-        wanted = zip(arguments, ctx.needs_input_grad[1:], strict=False)
-        return (None, *(by_name.get(n) if need else None for n, need in wanted), None)
+        return (None, *(by_name.get(n) if needs[n] else None for n in arguments), None)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(

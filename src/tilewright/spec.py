@@ -41,7 +41,7 @@ class Backend:
     """One way to compute an op. `entry` is a string, so that declaring costs no import.
 
     A "torch" entry is called with the op's arguments. Every other entry is a `prepare`: called with
-    (gpu, *args), it decides all that depends on the layout alone, and returns `run(*args)`.
+    (gpu, *args), it decides all that depends on the layout alone, and returns `run(*args, *_)`.
     """
 
     name: str  # what a user types: "triton", "cuda", "cuda_v1", "torch"
@@ -89,8 +89,11 @@ class Autograd:
     """How a forward reaches its backward, which is an op of its own."""
 
     op: Op
-    saved: Callable[[Args, Args, Mapping[str, bool]], Args]
-    """(args, outputs, needs) -> the backward's arguments after the incoming gradients."""
+    keep: Callable[[Args, Args], tuple[Args, Any]]
+    """(args, outputs) -> (the tensors to save, a note for `saved`). Runs in every forward."""
+    saved: Callable[[Args, Any, Args, Mapping[str, bool]], Args]
+    """(kept tensors, note, the forward's other arguments, which arguments want a gradient)
+    -> the backward's arguments after the incoming gradients."""
     gradients: tuple[tuple[str, ...], ...]
     """For each result of the backward, the forward arguments it is the gradient of."""
 
@@ -122,8 +125,22 @@ class Op:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Argument names in the schema's order."""
-        inside = self.schema[self.schema.index("(") + 1 : self.schema.index(")")]
+        inside = self.schema[self.schema.index("(") + 1 : self.schema.index(") ->")]
         return tuple(part.split("=")[0].split()[-1] for part in inside.split(",") if part.strip())
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors the arguments begin with; the others follow them."""
+        inside = self.schema[self.schema.index("(") + 1 : self.schema.index(") ->")]
+        return sum(part.strip().startswith("Tensor") for part in inside.split(","))
+
+    def backward_call(self, args: Args, outputs: Args, grads: Args, needs: Any = None) -> Args:
+        """The arguments that autograd would hand to the backward; all gradients by default."""
+        rule = self.autograd
+        assert rule is not None
+        kept, note = rule.keep(args, outputs)
+        needs = dict.fromkeys(self.arguments, True) if needs is None else needs
+        return (*grads, *rule.saved(kept, note, args[self.tensor_count :], needs))
 
     def backend(self, name: str) -> Backend | None:
         return next((b for b in self.backends if b.name == name), None)

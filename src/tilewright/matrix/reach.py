@@ -17,10 +17,9 @@ import torch
 
 from tilewright import dispatch
 from tilewright import gpu as gpus
-from tilewright.explain import backward_call
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Args, Op, on_meta
+from tilewright.spec import FLOATS, Args, Op, as_tuple, on_meta
 from tilewright.toolkit import recording
 from tilewright.toolkit.recording import Request, kernel_name
 
@@ -71,7 +70,8 @@ def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:
                 args = meta if aligned else _misaligned(meta)
                 yield from _of_call(op, args, gpu, dtype, case.name)
                 if op.autograd is not None:
-                    call = backward_call(op, args)
+                    outputs = as_tuple(op.outputs(*args))
+                    call = op.backward_call(args, outputs, outputs)
                     yield from _of_call(op.autograd.op, call, gpu, dtype, case.name)
 
 

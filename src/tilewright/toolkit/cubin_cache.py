@@ -125,11 +125,11 @@ def _own_folder() -> Path:
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
             with suppress(FileExistsError):  # another process was faster, or a dangling symlink
                 os.mkdir(missing, 0o700)
-        _check_ours(path)
+        check_ours(path)
     return home
 
 
-def _check_ours(path: Path) -> None:
+def check_ours(path: Path) -> None:
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode):
         raise CacheError(

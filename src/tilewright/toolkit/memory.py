@@ -1,23 +1,25 @@
 """Allocation of outputs and workspaces, in one place so that `verify` can poison it.
 
-`empty` is what every kernel host side calls. On CUDA it uses the allocator entry that Inductor's
-generated code uses, which skips the dispatcher (1.4 us less per call than torch.empty_like; H200
-host, 2026-11). Inside `guarded()` every buffer is NaN-filled, with a NaN margin on both sides, so
-that an element nobody wrote and a write outside the buffer both show.
+`prepare` functions ask for an `allocator` per buffer and call it on each run. On CUDA it is the
+entry that Inductor's generated code uses, which skips the dispatcher (1.4 us less per call than
+torch.empty_like; H200 host, 2026-11). Inside `guarded()` buffers are NaN-filled, with a NaN margin
+on both sides, so that an element nobody wrote and a write outside the buffer both show; plans made
+there are not kept (`library` sees to it), so the way around costs an ordinary call nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 MARGIN = 512  # elements of NaN before and after each guarded buffer
 
-_guards: list[Guard] = []
+guards: list[Guard] = []  # the innermost guarded() is the last
 _guards_dynamo = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _empty_cuda = getattr(_guards_dynamo, "_empty_strided_cuda", None)
 
@@ -30,17 +32,23 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def empty(
+def allocator(
     shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """An uninitialised tensor on `device`; on CUDA the caller has made `device` current."""
-    if _guards:
-        return _guards[-1].empty(shape, strides, dtype, device)
+) -> Callable[[], torch.Tensor]:
+    """A function that returns a new uninitialised tensor; on CUDA, on the current device."""
+    size, steps = tuple(shape), tuple(strides)
+    if guards:
+        return partial(guards[-1].empty, size, steps, dtype, device)
     if _empty_cuda is not None and device.type == "cuda":
-        if shape.__class__ is not tuple:  # torch.Size will not do
-            shape = tuple(shape)
-        return _empty_cuda(shape, strides, dtype)  # type: ignore[no-any-return]
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return partial(_empty_cuda, size, steps, dtype)
+    return partial(torch.empty_strided, size, steps, dtype=dtype, device=device)
+
+
+def contiguous(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """An allocator of contiguous tensors."""
+    return allocator(shape, contiguous_strides(shape), dtype, device)
 
 
 @dataclass
@@ -75,8 +83,8 @@ class Guard:
 @contextmanager
 def guarded() -> Iterator[Guard]:
     guard = Guard()
-    _guards.append(guard)
+    guards.append(guard)
     try:
         yield guard
     finally:
-        _guards.remove(guard)
+        guards.remove(guard)

@@ -140,7 +140,12 @@ OP = Op(
     cases=CASES,
     cost=lambda dims, dtype: Cost(0.0),
     baselines={"torch": torch.nn.functional.relu},
-    autograd=Autograd(BACKWARD, lambda args, outputs, needs: outputs, (("input",),)),
+    autograd=Autograd(
+        BACKWARD,
+        keep=lambda args, outputs: (outputs, None),
+        saved=lambda kept, note, rest, needs: kept,
+        gradients=(("input",),),
+    ),
     errors=ERRORS,
 )
 

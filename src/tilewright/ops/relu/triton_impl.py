@@ -121,16 +121,17 @@ def _bind(
 def prepare(gpu: Gpu, input: torch.Tensor) -> Callable[..., Any]:
     shape, dtype, device = tuple(input.shape), input.dtype, input.device
     strides = _result_strides(input)
+    new_y = memory.allocator(shape, strides, dtype, device)
     if not input.numel():
-        return lambda x: memory.empty(shape, strides, dtype, device)
+        return lambda *_: new_y()
     view = _view(input, strides)
     if view is None:
         run_on_copy = prepare(gpu, input.clone())
-        return lambda x: run_on_copy(x.clone())
+        return lambda x, *_: run_on_copy(x.clone())
     kernel = _bind(_relu, view, [dtype], [input], (), {"IN_PLACE": False})
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        y = memory.empty(shape, strides, dtype, device)
+    def run(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        y = new_y()
         kernel(y, x)
         return y
 
@@ -139,25 +140,26 @@ def prepare(gpu: Gpu, input: torch.Tensor) -> Callable[..., Any]:
 
 def prepare_in_place(gpu: Gpu, input: torch.Tensor) -> Callable[..., None]:
     if not input.numel():
-        return lambda x: None
+        return lambda *_: None
     view = _view(input, _result_strides(input))
     view = view or rows_of(input.shape, input.stride())
     if view is None:
         run_on_copy = prepare(gpu, input.clone())
 
-        def through_a_copy(x: torch.Tensor) -> None:
+        def through_a_copy(x: torch.Tensor, *_: Any) -> None:
             x.copy_(run_on_copy(x.clone()))
 
         return through_a_copy
     kernel = _bind(_relu, view, [input], [input], (), {"IN_PLACE": True})
-    return lambda x: kernel(x, x)
+    return lambda x, *_: kernel(x, x)
 
 
 def prepare_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> Callable[..., Any]:
     shape, dtype, device = tuple(output.shape), output.dtype, output.device
     strides = _result_strides(output)
+    new_dx = memory.allocator(shape, strides, dtype, device)
     if not output.numel():
-        return lambda g, y: memory.empty(shape, strides, dtype, device)
+        return lambda *_: new_dx()
     view, g_view = _view(output, strides), _view(grad, strides)
     if view and g_view and view.n != g_view.n:  # one is a single long row, the other is not
         view, g_view = rows_of(shape, output.stride()), rows_of(shape, grad.stride())
@@ -167,12 +169,12 @@ def prepare_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> Call
             return torch.empty_strided(shape, strides, dtype=t.dtype, device=device).copy_(t)
 
         run_on_copies = prepare_backward(gpu, like_result(grad), like_result(output))
-        return lambda g, y: run_on_copies(like_result(g), like_result(y))
+        return lambda g, y, *_: run_on_copies(like_result(g), like_result(y))
     more = (g_view.inner, g_view.outer_stride, g_view.inner_stride)
     kernel = _bind(_relu_backward, view, [dtype], [grad, output], more, {})
 
-    def run(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        dx = memory.empty(shape, strides, dtype, device)
+    def run(g: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+        dx = new_dx()
         kernel(dx, g, y)
         return dx
 

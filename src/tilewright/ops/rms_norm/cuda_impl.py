@@ -124,8 +124,8 @@ def _width(n: int, *tensors: torch.Tensor | None) -> int:
 def _forward(
     gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, options: Options
 ) -> Callable[..., torch.Tensor]:
-    shape, dtype, device = input.shape, input.dtype, input.device
-    strides = memory.contiguous_strides(shape)
+    dtype = input.dtype
+    new_out = memory.contiguous(input.shape, dtype, input.device)
     view = rows(input)
     choice = launch(view.count, view.n, _width(view.n, input, weight), gpu)
     kernel = _bind_rows(
@@ -133,7 +133,7 @@ def _forward(
     )
 
     def run(input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> torch.Tensor:
-        out = memory.empty(shape, strides, dtype, device)
+        out = new_out()
         kernel(out, input, weight)
         return out
 
@@ -148,8 +148,8 @@ def _add(
     weight: torch.Tensor | None,
     options: Options,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    shape, dtype, device = input.shape, input.dtype, input.device
-    strides = memory.contiguous_strides(shape)
+    dtype = input.dtype
+    new = memory.contiguous(input.shape, dtype, input.device)
     view = rows(input)
     choice = launch(view.count, view.n, _width(view.n, input, residual, weight), gpu)
     tensors: list[torch.Tensor | torch.dtype | None] = [dtype, dtype, input, residual, weight]
@@ -161,8 +161,7 @@ def _add(
     def run(
         input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = memory.empty(shape, strides, dtype, device)
-        total = memory.empty(shape, strides, dtype, device)
+        out, total = new(), new()
         kernel(out, total, input, residual, weight)
         return out, total
 
@@ -179,8 +178,7 @@ def _backward(
     options: Options,
     weight_grad: bool,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    shape, dtype, device = input.shape, input.dtype, input.device
-    strides = memory.contiguous_strides(shape)
+    dtype, device = input.dtype, input.device
     view = rows(input)
     n = view.n
     vec = _width(n, grad, grad_residual, input, weight)
@@ -198,6 +196,9 @@ def _backward(
         dtype,
         gpu,
     )
+    new_dx = memory.contiguous(input.shape, dtype, device)
+    new_partial = memory.contiguous((choice.partials, n), torch.float32, device)
+    new_dw = memory.contiguous((n if weight_grad else 0,), dtype, device)
     if weight_grad:
         add_up = nvrtc.bind(
             SOURCE,
@@ -216,12 +217,11 @@ def _backward(
         weight: torch.Tensor | None,
         *_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dx = memory.empty(shape, strides, dtype, device)
+        dx, dw = new_dx(), new_dw()
         if not weight_grad:
             kernel(dx, None, grad, grad_residual, input, weight)
-            return dx, memory.empty((0,), (1,), dtype, device)
-        partial = memory.empty((choice.partials, n), (n, 1), torch.float32, device)
-        dw = memory.empty((n,), (1,), dtype, device)
+            return dx, dw
+        partial = new_partial()
         kernel(dx, partial, grad, grad_residual, input, weight)
         add_up(dw, partial)
         return dx, dw
@@ -231,9 +231,7 @@ def _backward(
 
 def _empty_like(input: torch.Tensor) -> Callable[[], torch.Tensor]:
     """What a call without elements returns, and makes without a launch."""
-    shape, dtype, device = input.shape, input.dtype, input.device
-    strides = memory.contiguous_strides(shape)
-    return lambda: memory.empty(shape, strides, dtype, device)
+    return memory.contiguous(input.shape, input.dtype, input.device)
 
 
 def _options(eps: float, weight_offset: float, casting: str) -> Options:
@@ -283,8 +281,8 @@ def prepare_backward(
     """The run returns (the input's gradient, the weight's: empty unless `weight_grad`)."""
     wanted = weight_grad and weight is not None
     if not input.numel():
-        empty, dtype, device = _empty_like(input), input.dtype, input.device
-        columns = input.shape[-1] if wanted else 0
-        return lambda *_: (empty(), memory.empty((columns,), (1,), dtype, device).zero_())
+        empty = _empty_like(input)
+        new_dw = memory.contiguous(input.shape[-1:] if wanted else (0,), input.dtype, input.device)
+        return lambda *_: (empty(), new_dw().zero_())
     options = _options(eps, weight_offset, "")
     return _backward(gpu, grad, grad_residual, input, weight, options, wanted)

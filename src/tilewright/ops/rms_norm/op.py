@@ -276,14 +276,21 @@ def tolerance_backward(
     return bound, dw.abs() * rounding.u_out + terms * inside + rounding.tiny
 
 
-def saved(args: Args, outputs: Args, needs: Mapping[str, bool]) -> Args:
-    input, weight, eps, offset, _ = args
+def keep(args: Args, outputs: Args) -> tuple[Args, Any]:
+    return args[:2], None
+
+
+def saved(kept: Args, note: Any, rest: Args, needs: Mapping[str, bool]) -> Args:
+    (input, weight), (eps, offset, _) = kept, rest
     return None, input, weight, eps, offset, bool(needs.get("weight")) and weight is not None
 
 
-def saved_add(args: Args, outputs: Args, needs: Mapping[str, bool]) -> Args:
-    _, _, weight, eps, offset, _ = args
-    return outputs[1], weight, eps, offset, bool(needs.get("weight")) and weight is not None
+def keep_add(args: Args, outputs: Args) -> tuple[Args, Any]:
+    return (outputs[1], args[2]), None  # the sum stands in for input and residual
+
+
+def saved_add(kept: Args, note: Any, rest: Args, needs: Mapping[str, bool]) -> Args:
+    return saved(kept, note, rest, needs)[1:]
 
 
 CASES = (
@@ -406,7 +413,7 @@ OP = Op(
     cases=CASES,
     cost=lambda dims, dtype: Cost(4.0 * math.prod(dims["shape"])),
     baselines={"torch": _torch_rms_norm},
-    autograd=Autograd(BACKWARD, saved, (("input",), ("weight",))),
+    autograd=Autograd(BACKWARD, keep, saved, (("input",), ("weight",))),
     errors=ERRORS,
 )
 
@@ -431,7 +438,7 @@ ADD = Op(
     cases=CASES_ADD,
     cost=lambda dims, dtype: Cost(5.0 * math.prod(dims["shape"])),
     baselines={"torch": lambda x, r, *rest: (_torch_rms_norm(x + r, *rest), x + r)},
-    autograd=Autograd(BACKWARD, saved_add, (("input", "residual"), ("weight",))),
+    autograd=Autograd(BACKWARD, keep_add, saved_add, (("input", "residual"), ("weight",))),
 )
 
 OPS = (OP, ADD)

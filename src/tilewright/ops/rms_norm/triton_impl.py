@@ -222,7 +222,8 @@ def _prepare(
 ) -> Callable[..., Any]:  # fmt: skip
     """`run(x, w)`, or `run(x, w, residual)`."""
     shape, dtype, device = tuple(input.shape), input.dtype, input.device
-    strides = memory.contiguous_strides(shape)
+    new_y = memory.contiguous(shape, out, device)
+    new_total = memory.contiguous(shape, dtype, device)
     view = rows(input)
     r_view = view if residual is None else rows(residual)
     given = [
@@ -233,10 +234,11 @@ def _prepare(
     ]
     vec = vector_width(view.n, *((t, r) for t, r in given if t is not None))
     choice = launch(view.count, view.n, vec, gpu, "norm" if residual is None else "add")
+    pointers: list[Any] = [out, input, weight, *([] if residual is None else [residual, dtype])]
     kernel = bind(
         _norm_rows if choice.tile.whole else _norm_wide_rows,
         (choice.programs,),
-        [out, input, weight, *([] if residual is None else [residual, dtype])],
+        pointers,
         (view.count, view.n // vec, *view.units(vec), *r_view.units(vec), eps, weight_offset),
         {
             "VEC": vec,
@@ -249,13 +251,12 @@ def _prepare(
     )
 
     def run(x: torch.Tensor, w: torch.Tensor | None, *_: Any) -> torch.Tensor:
-        y = memory.empty(shape, strides, out, device)
+        y = new_y()
         kernel(y, x, w)
         return y
 
     def run_add(x: Any, r: Any, w: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        y = memory.empty(shape, strides, out, device)
-        total = memory.empty(shape, strides, dtype, device)
+        y, total = new_y(), new_total()
         kernel(y, x, w, r, total)
         return y, total
 
@@ -267,7 +268,7 @@ def _prepare_backward(
     weight: torch.Tensor | None, eps: float, weight_offset: float, weight_grad: bool,
 ) -> Callable[..., Any]:  # fmt: skip
     shape, dtype, device = tuple(input.shape), input.dtype, input.device
-    strides = memory.contiguous_strides(shape)
+    new_dx = memory.contiguous(shape, dtype, device)
     view, g_view = rows(input), rows(grad)
     r_view = view if grad_residual is None else rows(grad_residual)
     given = [(grad, g_view), (grad_residual, r_view), (input, view), (weight, None)]
@@ -286,25 +287,24 @@ def _prepare_backward(
     if not weight_grad or weight is None:
 
         def run(g: Any, r: Any, x: Any, w: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            dx = memory.empty(shape, strides, dtype, device)
+            dx = new_dx()
             kernel(dx, g, x, w, r, None)
             return dx, x.new_empty(0)
 
         return run
-    w_dtype = weight.dtype
+    new_partial = memory.contiguous((count, n), torch.float32, device)
+    new_dw = memory.contiguous((n,), weight.dtype, device)
     reduce = bind(
         _sum_partials,
         (programs(n, 128),),
-        [w_dtype, torch.float32],
+        [weight.dtype, torch.float32],
         (count, n),
         {"COUNT": 32, "BLOCK": 128},
         num_warps=4,
     )
 
     def run_with_dw(g: Any, r: Any, x: Any, w: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        dx = memory.empty(shape, strides, dtype, device)
-        partial = memory.empty((count, n), (n, 1), torch.float32, device)
-        dw = memory.empty((n,), (1,), w_dtype, device)
+        dx, partial, dw = new_dx(), new_partial(), new_dw()
         kernel(dx, g, x, w, r, partial)
         reduce(dw, partial)
         return dx, dw

@@ -93,14 +93,13 @@ def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu
 def _softmax(
     gpu: Gpu, input: torch.Tensor, out: torch.dtype, version: int
 ) -> Callable[..., torch.Tensor]:
-    shape, device = input.shape, input.device
-    strides = memory.contiguous_strides(shape)
+    new_output = memory.contiguous(input.shape, out, input.device)
     view = rows(input)
     vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
     kernel = _bind(launch(view.count, view.n, vec, gpu, version=version), view, input, out, gpu)
 
     def run(input: torch.Tensor, *_: Any) -> torch.Tensor:
-        output = memory.empty(shape, strides, out, device)
+        output = new_output()
         kernel(output, input)
         return output
 
@@ -110,9 +109,10 @@ def _softmax(
 def _prepare(
     gpu: Gpu, input: torch.Tensor, dtype: torch.dtype | None, version: int
 ) -> Callable[..., torch.Tensor]:
-    out, shape, device = dtype or input.dtype, input.shape, input.device
+    out = dtype or input.dtype
     if not input.numel():
-        return lambda *_: memory.empty(shape, memory.contiguous_strides(shape), out, device)
+        new_output = memory.contiguous(input.shape, out, input.device)
+        return lambda *_: new_output()
     return _softmax(gpu, input, out, version)
 
 

@@ -35,8 +35,6 @@ def softmax(
     >>> tilewright.softmax(torch.zeros(1, 4))
     tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    if dim < 0 and isinstance(input, torch.Tensor):
-        dim += input.dim()
     if dtype is not None and dtype is not torch.float32:
         checks.tensor("softmax", "input", input)
         if dtype != input.dtype and dtype.is_floating_point:
@@ -47,7 +45,7 @@ def softmax(
 def check(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
     checks.floating("softmax", "input", input)
     checks.has_dims("softmax", "input", input)
-    if not 0 <= dim < input.dim():
+    if not -input.dim() <= dim < input.dim():
         raise InputError(
             sentence(
                 "softmax",
@@ -76,7 +74,7 @@ def autocast(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Args:
 
 
 def last_dim_only(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
-    if dim != input.dim() - 1:
+    if dim % input.dim() != input.dim() - 1:
         return f"dim is {dim}; it reduces the last dim, {input.dim() - 1}, only"
     return None
 
@@ -233,8 +231,9 @@ OP = Op(
     baselines={"torch": lambda x, dim, dtype: torch.nn.functional.softmax(x, dim, dtype=dtype)},
     autograd=Autograd(
         BACKWARD,
-        lambda args, outputs, needs: (outputs[0], args[1], args[0].dtype),
-        (("input",),),
+        keep=lambda args, outputs: (outputs, args[0].dtype),
+        saved=lambda kept, dtype, rest, needs: (*kept, rest[0], dtype),
+        gradients=(("input",),),
     ),
     autocast=autocast,
     errors=ERRORS,

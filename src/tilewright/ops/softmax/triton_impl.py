@@ -208,8 +208,7 @@ def _backward_columns(
 
 @on_rows
 def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., Any]:
-    shape, device = tuple(input.shape), input.device
-    strides = memory.contiguous_strides(shape)
+    new_y = memory.contiguous(input.shape, out, input.device)
     view = rows(input)
     vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
     choice = launch(view.n, vec)
@@ -223,7 +222,7 @@ def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[.
     )
 
     def run(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        y = memory.empty(shape, strides, out, device)
+        y = new_y()
         kernel(y, x)
         return y
 
@@ -234,8 +233,7 @@ def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[.
 def _prepare_rows_backward(
     gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, out: torch.dtype
 ) -> Callable[..., Any]:
-    shape, device = tuple(output.shape), output.device
-    strides = memory.contiguous_strides(shape)
+    new_dx = memory.contiguous(output.shape, out, output.device)
     view, g_view = rows(output), rows(grad)
     narrow = (output.new_empty(0, dtype=out), None)
     vec = vector_width(view.n, (output, view), (grad, g_view), narrow)
@@ -250,7 +248,7 @@ def _prepare_rows_backward(
     )
 
     def run(g: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
-        dx = memory.empty(shape, strides, out, device)
+        dx = new_dx()
         kernel(dx, g, y)
         return dx
 
@@ -286,8 +284,8 @@ def _prepare_columns(
             return run_on_copies(*tame)  # type: ignore[no-any-return]
 
         return with_copies
-    shape, device = tuple(tensors[0].shape), tensors[0].device
-    strides = memory.contiguous_strides(shape)
+    shape = tensors[0].shape
+    new_y = memory.contiguous(shape, out, tensors[0].device)
     n, d = shape[dim], math.prod(shape[dim + 1 :])
     block_d, block_n = (32, 128) if d >= 32 else (4, 1024)
     d_blocks = programs(d, block_d)
@@ -302,7 +300,7 @@ def _prepare_columns(
     count = len(tensors)
 
     def run(*tensors: Any) -> torch.Tensor:
-        y = memory.empty(shape, strides, out, device)
+        y = new_y()
         kernel(y, *tensors[:count])
         return y
 
@@ -313,24 +311,20 @@ def prepare(
     gpu: Gpu, input: torch.Tensor, dim: int, dtype: torch.dtype | None
 ) -> Callable[..., Any]:
     out = dtype or input.dtype
-    shape, device = tuple(input.shape), input.device
     if not input.numel():
-        return lambda *_: memory.empty(shape, memory.contiguous_strides(shape), out, device)
-    if is_last(shape, dim):
+        new_y = memory.contiguous(input.shape, out, input.device)
+        return lambda *_: new_y()
+    if dim in (-1, input.dim() - 1):
         return _prepare_rows(gpu, input, out)
-    return _prepare_columns(_softmax_columns, [input], dim, out)
+    return _prepare_columns(_softmax_columns, [input], dim % input.dim(), out)
 
 
 def prepare_backward(
     gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> Callable[..., Any]:
-    shape, device = tuple(output.shape), output.device
     if not output.numel():
-        return lambda *_: memory.empty(shape, memory.contiguous_strides(shape), input_dtype, device)
-    if is_last(shape, dim):
+        new_dx = memory.contiguous(output.shape, input_dtype, output.device)
+        return lambda *_: new_dx()
+    if dim in (-1, output.dim() - 1):
         return _prepare_rows_backward(gpu, grad, output, input_dtype)
-    return _prepare_columns(_backward_columns, [grad, output], dim, input_dtype)
-
-
-def is_last(shape: tuple[int, ...], dim: int) -> bool:
-    return dim == len(shape) - 1
+    return _prepare_columns(_backward_columns, [grad, output], dim % output.dim(), input_dtype)

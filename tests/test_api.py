@@ -1,0 +1,285 @@
+"""The public face: torch's signatures, docstrings that run, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilewright
+import tilewright.functional
+from tilewright import ops
+from tilewright.errors import TilewrightError
+from tilewright.verify import checks
+
+SRC = Path(tilewright.__file__).parents[1]
+FUNCTIONS = {name: getattr(tilewright.functional, name) for name in tilewright.functional.__all__}
+TORCHS = {name: getattr(F, name) for name in FUNCTIONS}
+
+
+def python(code: str, **env: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(SRC), **env}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- signatures ----------------------------------------------------------------------------------
+
+# Where we depart from torch on purpose: (function, parameter) -> our default
+OTHER_DEFAULTS = {("softmax", "dim"): -1}
+OMITTED = {("softmax", "_stacklevel")}  # of the warning about an implicit dim, which we do not have
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature_starts_with_torchs(name: str) -> None:
+    theirs = [
+        p
+        for p in inspect.signature(TORCHS[name]).parameters.values()
+        if (name, p.name) not in OMITTED
+    ]
+    ours = list(inspect.signature(FUNCTIONS[name]).parameters.values())
+    assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+    for our, their in zip(ours, theirs, strict=False):
+        assert our.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert our.default == OTHER_DEFAULTS.get((name, our.name), their.default), our.name
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_torch_does_not_have_is_keyword_only_with_a_default(name: str) -> None:
+    theirs = inspect.signature(TORCHS[name]).parameters
+    extra = [
+        p for p in inspect.signature(FUNCTIONS[name]).parameters.values() if p.name not in theirs
+    ]
+    assert "backend" in [p.name for p in extra]
+    for p in extra:
+        assert p.kind == inspect.Parameter.KEYWORD_ONLY
+        assert p.default is not inspect.Parameter.empty
+
+
+def test_every_op_is_public_in_both_faces() -> None:
+    public = {op.public for op in ops.registry().values()}
+    assert public == set(FUNCTIONS)
+    for name, function in FUNCTIONS.items():
+        assert getattr(tilewright, name) is function
+        assert name in tilewright.__all__
+    assert all(hasattr(tilewright, name) for name in tilewright.__all__)
+
+
+def test_torchs_call_styles_work() -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8)
+    pairs = [
+        (tilewright.relu(x), F.relu(x)),
+        (tilewright.relu(x.clone(), True), F.relu(x)),
+        (tilewright.relu(input=x, inplace=False), F.relu(x)),
+        (tilewright.softmax(x, 1), F.softmax(x, 1)),
+        (tilewright.softmax(x, dim=-2), F.softmax(x, dim=-2)),
+        (tilewright.softmax(x, dim=1, dtype=torch.float64), F.softmax(x, 1, dtype=torch.float64)),
+        (tilewright.rms_norm(x, (8,), w, 1e-5), F.rms_norm(x, (8,), w, 1e-5)),
+        (tilewright.rms_norm(x, [3, 8]), F.rms_norm(x, [3, 8])),
+        (tilewright.rms_norm(x, torch.Size([8]), weight=w), F.rms_norm(x, [8], weight=w)),
+        (tilewright.rms_norm(input=x, normalized_shape=x.shape), F.rms_norm(x, x.shape)),
+    ]
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+def test_eps_none_is_torchs(dtype: torch.dtype) -> None:
+    """Inputs so small that epsilon decides the result: a wrong one is off by a factor."""
+    for scale in (1.0, 1e-3, 3e-4 if dtype != torch.float64 else 1e-8):
+        x = (torch.randn(4, 64, dtype=torch.float64) * scale).to(dtype)
+        got, wanted = tilewright.rms_norm(x, 64), F.rms_norm(x, (64,))
+        torch.testing.assert_close(got, wanted, msg=lambda m, s=scale: f"scale {s}: {m}")
+
+
+# --- docstrings ----------------------------------------------------------------------------------
+
+DOCUMENTED = {**FUNCTIONS, "explain": tilewright.explain, "use_backend": tilewright.use_backend}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_examples_in_docstrings_run(name: str) -> None:
+    function = inspect.unwrap(DOCUMENTED[name])
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder(recurse=False).find(function, name, globs={}):
+        runner.run(test)
+    result = runner.summarize(verbose=False)
+    assert result.failed == 0
+    assert result.attempted or name == "use_backend", "no example in the docstring"
+
+
+@pytest.mark.parametrize("name", tilewright.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(tilewright, name)
+    assert name == "__version__" or inspect.getdoc(thing)
+
+
+# --- bad inputs ----------------------------------------------------------------------------------
+
+
+def _bad_inputs() -> list[Any]:
+    return [
+        pytest.param(op, bad, id=f"{op.name}: {bad.name}")
+        for op in ops.registry().values()
+        for bad in op.errors
+    ]
+
+
+@pytest.mark.parametrize(("op", "bad"), _bad_inputs())
+def test_bad_inputs_raise_what_the_declaration_says(op: Any, bad: Any) -> None:
+    with pytest.raises(bad.raises) as caught:
+        bad.call(getattr(tilewright, op.public), "cpu")
+    assert isinstance(caught.value, TilewrightError)
+    for word in bad.says:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ops.registry())
+def test_verify_finds_the_same(name: str) -> None:
+    context = checks.Context(ops.registry()[name], "torch", "cpu", False, 0, 0)
+    results = list(checks.errors(context))
+    assert [r.message for r in results if not r.passed] == []
+
+
+X = torch.ones(3, 8)
+
+MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "softmax dim None": (lambda: tilewright.softmax(X, None), ("softmax", "dim", "None")),
+    "softmax dim float": (lambda: tilewright.softmax(X, 1.5), ("softmax", "dim", "1.5")),
+    "softmax dim -3": (lambda: tilewright.softmax(X, -3), ("softmax", "dim is -3", "[-2, 1]")),
+    "softmax dtype str": (
+        lambda: tilewright.softmax(X, 1, "float32"),
+        ("softmax", "dtype", "float32"),
+    ),
+    "norm shape float": (
+        lambda: tilewright.rms_norm(X, 8.0),
+        ("rms_norm", "normalized_shape", "8.0"),
+    ),
+    "norm shape None": (
+        lambda: tilewright.rms_norm(X, None),
+        ("rms_norm", "normalized_shape", "None"),
+    ),
+    "norm shape empty": (
+        lambda: tilewright.rms_norm(X, ()),
+        ("rms_norm", "normalized_shape", "()"),
+    ),
+    "norm eps str": (lambda: tilewright.rms_norm(X, 8, eps="tiny"), ("rms_norm", "eps", "tiny")),
+    "norm weight list": (
+        lambda: tilewright.rms_norm(X, 8, [1.0] * 8),
+        ("rms_norm", "weight", "list"),
+    ),
+    "norm weight list of two dims": (
+        lambda: tilewright.rms_norm(X, (3, 8), [1.0] * 8),
+        ("rms_norm", "weight", "list"),
+    ),
+    "norm residual list of two dims": (
+        lambda: tilewright.rms_norm(X, (3, 8), residual=[1.0]),
+        ("rms_norm", "residual", "list"),
+    ),
+    "norm residual dtype": (
+        lambda: tilewright.rms_norm(X, 8, residual=X.double()),
+        ("rms_norm", "residual", "float64", "float32"),
+    ),
+    "norm list": (lambda: tilewright.rms_norm([1.0], 1), ("rms_norm", "input", "list")),
+    "relu None": (lambda: tilewright.relu(None), ("relu", "input", "NoneType")),
+    "relu list in place": (lambda: tilewright.relu([1.0], inplace=True), ("relu", "input", "list")),
+    "relu complex": (
+        lambda: tilewright.relu(X.to(torch.complex64)),
+        ("relu", "input", "complex64"),
+    ),
+    "relu bool in place": (
+        lambda: tilewright.relu(X.bool(), inplace=True),
+        ("relu", "input", "bool"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_that_no_declaration_lists_are_named_too(name: str) -> None:
+    """Ours, or torch's own schema error: both name the op, the argument and the value."""
+    call, says = MISTAKES[name]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    for word in says:
+        assert word in str(caught.value)
+
+
+# --- import --------------------------------------------------------------------------------------
+
+TIMED = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import tilewright
+print(time.perf_counter() - start)
+new = set(sys.modules) - before
+print(*sorted(m for m in new if m.split(".")[0] in ("triton", "cuda", "numpy", "platformdirs")))
+"""
+
+WITHOUT_TRITON = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "cuda", "platformdirs", "typer", "rich"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTriton())
+for name in [m for m in sys.modules if m.split(".")[0] in ("triton", "cuda")]:
+    del sys.modules[name]
+import torch
+import torch.nn.functional as F
+import tilewright
+
+x = torch.randn(3, 8, requires_grad=True)
+assert torch.equal(tilewright.relu(x), F.relu(x))
+torch.testing.assert_close(tilewright.softmax(x), F.softmax(x, -1))
+y, total = tilewright.rms_norm(x, 8, torch.ones(8), residual=x)
+torch.testing.assert_close(y, F.rms_norm(2 * x, (8,)))
+y.sum().backward()
+assert x.grad is not None
+found = tilewright.explain("softmax", x, gpu="h100")
+print(found.backend)
+assert "triton" not in sys.modules
+print("fine")
+"""
+
+
+def test_import_is_cheap_and_brings_no_compiler() -> None:
+    outputs = [python(TIMED).splitlines() for _ in range(3)]
+    assert [lines[1:] for lines in outputs] == [[""]] * 3, "modules that an import must not bring"
+    assert statistics.median(float(lines[0]) for lines in outputs) <= 0.3
+
+
+def test_everything_works_on_a_cpu_without_triton_and_cuda() -> None:
+    assert python(WITHOUT_TRITON).split() == ["triton", "fine"]
+
+
+def test_import_and_first_calls_write_nothing(tmp_path: Path) -> None:
+    """An import must work where nothing can be written, and leave nothing where it can."""
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    code = (
+        "import torch, tilewright; x = torch.ones(2, 4); tilewright.relu(x); tilewright.softmax(x);"
+        "tilewright.rms_norm(x, 4)"
+    )
+    folders = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "TMPDIR": str(work)}
+    python(f"import os; os.chdir({str(work)!r}); {code}", **folders, PYTHONDONTWRITEBYTECODE="1")
+    assert [*home.rglob("*"), *work.rglob("*")] == []
