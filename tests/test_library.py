@@ -1,16 +1,18 @@
 """The registered operators: schema, fake, autograd, autocast, compile, export, transforms.
 
 CPU tensors run the reference through the same registration, so all of it is tested without a GPU.
-`path` runs a test twice: through torch's dispatcher, and on the short way around it that the second
-call of a layout takes when nothing needs the dispatcher (`library._caller`).
+`path` runs a test twice: through the dispatcher, and on the short way around it that a warm CUDA
+call takes when nothing needs the dispatcher; here CPU tensors are lent plans for it (`_short_way`).
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewright
-from tilewright import library, ops
+from tilewright import dispatch, library, ops
+from tilewright.ops.relu.op import IN_PLACE
+from tilewright.spec import Op
+from tilewright.toolkit import memory
 
 OPERATORS = torch.ops.tilewright
 N = 8
@@ -38,10 +43,58 @@ PUBLIC: dict[str, Public] = {
 }
 public = pytest.mark.parametrize("name", PUBLIC)
 
+EVERY_OP = {**ops.every_op(), "relu_": IN_PLACE}
+# where a public function finds its op's caller
+HOLDERS = [
+    ("tilewright.ops.relu.op", "relu"),
+    ("tilewright.ops.relu.op", "relu_"),
+    ("tilewright.ops.softmax.op", "softmax"),
+    ("tilewright.ops.rms_norm.op", "rms_norm"),
+    ("tilewright.ops.rms_norm.op", "add_rms_norm"),
+]
+
+
+def _silent_relu_(x: torch.Tensor, *_: Any) -> None:
+    """Writes as a CUDA kernel does, unseen by torch: torch.relu_ would bump the version itself."""
+    values = x.detach().numpy()
+    values.clip(0, out=values)
+
+
+def _short_way(op: Op) -> Callable[..., Any]:
+    """`library`'s caller for `op`, over plans that appear with the first call that succeeds."""
+    missed = threading.local()
+
+    def run(*args: Any) -> Any:
+        return _silent_relu_(*args) if op.name == "relu_" else op.reference(*args[:-1])
+
+    class Plans(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            missed.key = None if key in self else key
+            return super().get(key, default)
+
+    plans, operator = Plans(), getattr(OPERATORS, op.name).default
+
+    def slow(*args: Any) -> Any:
+        key, missed.key = getattr(missed, "key", None), None
+        op.check(*args[:-1])
+        result = operator(*args)
+        if key is not None:
+            plans[key] = run
+        return result
+
+    function = library._autograd_function(op)
+    return library._caller(op.tensor_count, plans, slow, operator, function)
+
 
 @pytest.fixture(params=["dispatcher", "shortcut"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "dispatcher":
+    if request.param == "shortcut":
+        callers = {name: _short_way(op) for name, op in EVERY_OP.items()}
+        for name, caller in callers.items():
+            monkeypatch.setitem(library.calls, name, caller)
+        for module, name in HOLDERS:
+            monkeypatch.setattr(importlib.import_module(module), f"_{name}", callers[name])
+    else:
         monkeypatch.setattr(library, "_function_modes", lambda: 1)  # "a mode must see this call"
     return str(request.param)
 
@@ -60,6 +113,16 @@ def plain_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     with Count():
         yield seen
+
+
+@pytest.fixture
+def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = dispatch.prepare
+
+    def silently(op: Op, *rest: Any) -> Any:
+        return _silent_relu_ if op.name == "relu_" else prepare(op, *rest)
+
+    monkeypatch.setattr(dispatch, "prepare", silently)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -109,7 +172,7 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
 def test_opcheck_covers_every_registered_op() -> None:
     for op in library.calls:
         _call(op, "contiguous", torch.float32)
-    assert set(library.calls) == {*ops.every_op(), "relu_"}
+    assert set(library.calls) == set(EVERY_OP)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -148,8 +211,8 @@ def test_backward_outputs_are_laid_out_as_declared_whatever_the_gradient_is(
     torch.library.opcheck(getattr(OPERATORS, op).default, args)
 
 
-def test_raw_in_place_operator_bumps_the_version() -> None:
-    x = torch.randn(3)
+def test_raw_in_place_operator_bumps_the_version(silent_kernel: None) -> None:
+    x = torch.randn(3, N)
     before = x._version
     OPERATORS.relu_(x)
     assert x._version > before
@@ -528,7 +591,9 @@ def test_relu_does_not_need_its_input_for_the_backward(path: str) -> None:
 # --- in place ------------------------------------------------------------------------------------
 
 
-def test_in_place_returns_its_argument_and_bumps_its_version(path: str) -> None:
+def test_in_place_returns_its_argument_and_bumps_its_version(
+    path: str, silent_kernel: None
+) -> None:
     for _ in range(2):
         x = torch.randn(5, N)
         wanted, before = x.relu(), x._version
@@ -537,7 +602,7 @@ def test_in_place_returns_its_argument_and_bumps_its_version(path: str) -> None:
         assert torch.equal(x, wanted)
 
 
-def test_in_place_on_what_another_backward_saved_raises(path: str) -> None:
+def test_in_place_on_what_another_backward_saved_raises(path: str, silent_kernel: None) -> None:
     for _ in range(2):
         w = leaf(5, N)
         x = torch.randn(5, N, dtype=torch.float64)
@@ -593,7 +658,9 @@ def test_inference_mode(path: str) -> None:
             assert tilewright.relu(x).is_inference()
 
 
-def test_in_place_in_inference_mode_bumps_the_version_of_an_ordinary_tensor(path: str) -> None:
+def test_in_place_in_inference_mode_bumps_the_version_of_an_ordinary_tensor(
+    path: str, silent_kernel: None
+) -> None:
     for _ in range(2):
         w = leaf(5, N)
         x = torch.randn(5, N, dtype=torch.float64)
@@ -799,19 +866,26 @@ def test_fake_tensors_get_the_declared_outputs() -> None:
 # --- the shortcut itself -------------------------------------------------------------------------
 
 
+def dispatched(f: Callable[[], Any]) -> list[str]:
+    """The operators that a call reaches through the dispatcher."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        f()
+    names = [e.name for e in profile.events()]
+    return [n.removeprefix("tilewright::") for n in names if n.startswith("tilewright::")]
+
+
 @public
 def test_the_shortcut_steps_around_the_dispatcher(name: str, path: str) -> None:
     """Or the `path` fixture tests nothing."""
-    x = torch.randn(3, N)
-    warm(lambda: PUBLIC[name](x))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        PUBLIC[name](x)
-    seen = [e.name for e in profile.events() if e.name.startswith("tilewright::")]
-    assert seen == ([] if path == "shortcut" else [f"tilewright::{name}"])
+    x = torch.randn(3, N, requires_grad=True)
+    warm(lambda: PUBLIC[name](x).sum().backward())
+    seen = dispatched(lambda: PUBLIC[name](x).sum().backward())
+    both = [name, f"{name.removeprefix('add_')}_backward"]
+    assert sorted(set(seen)) == ([] if path == "shortcut" else both)
 
 
 def test_a_negated_view_is_another_layout() -> None:
-    """Its memory holds the values with the other sign: a plan for plain tensors must not serve it."""
+    """Its memory holds the other sign: a plan for plain tensors must not serve it."""
     x = torch.randn(3, N)
     negated = torch._neg_view(x)
     assert negated.is_contiguous()
@@ -849,11 +923,30 @@ def test_the_shortcut_tells_layouts_dtypes_and_options_apart(path: str) -> None:
                 tilewright.rms_norm(x, n, torch.ones(n + 1, dtype=x.dtype))
 
 
-def test_plans_are_forgotten_beyond_the_limit(monkeypatch: Any, path: str) -> None:
-    monkeypatch.setattr(library, "MAX_PLANS", 3)
-    for n in (*range(1, 9), *range(1, 9)):
-        x = torch.randn(2, n)
-        assert torch.equal(tilewright.relu(x), x.relu())
+@pytest.mark.parametrize("how", ["poisoned", "use_backend", "another dtype"])
+def test_the_short_way_is_not_taken(how: str, path: str) -> None:
+    x = torch.randn(3, N)
+    warm(lambda: tilewright.relu(x))
+    context: Any = nullcontext()
+    if how == "poisoned":  # a plan keeps its allocator, which would hand out unguarded memory
+        context = memory.guarded()
+    elif how == "use_backend":
+        context = tilewright.use_backend("torch")
+    else:
+        x = x.double()
+    with context:
+        assert dispatched(lambda: tilewright.relu(x)) == ["relu"]
+
+
+def test_tensors_on_another_device_are_told_apart() -> None:
+    """Neither a CPU tensor nor a meta tensor has a device index."""
+    x, w = torch.randn(2, N), torch.randn(N)
+    warm(lambda: tilewright.rms_norm(x, N, w))
+    for _ in range(2):
+        with pytest.raises(tilewright.InputError, match="weight is on meta but input on cpu"):
+            tilewright.rms_norm(x, N, w.to("meta"))
+        assert tilewright.rms_norm(x.to("meta"), N, w.to("meta")).is_meta
+        assert tilewright.relu(x.to("meta")).is_meta
 
 
 def test_eight_threads_at_once(path: str) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import tilewright
-from tilewright import dispatch, ops
+from tilewright import ops
 from tilewright.toolkit import memory, tiles
 from tilewright.toolkit.rows import (
     VECTOR_BYTES,
@@ -325,31 +324,6 @@ def test_verify_catches_what_is_planted(fault: str, says: str, monkeypatch: Any)
     verdict, _ = compare.forward(ops.registry()["relu"], args, "planted", interpreted=False)
     assert verdict.passed == (fault == "")
     assert says in verdict.message
-
-
-def test_guarded_calls_neither_use_nor_leave_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan keeps its allocator: made outside it does not poison, made inside it always does."""
-    made: list[int] = []
-    prepare = dispatch.prepare
-
-    def spy(*args: Any) -> Any:
-        made.append(len(memory.guards))
-        return prepare(*args)
-
-    monkeypatch.setattr(dispatch, "prepare", spy)
-    x = torch.randn(3, 1013)  # a shape of no plan
-    tilewright.relu(x)
-    tilewright.relu(x)
-    assert made == [0]
-    with memory.guarded():
-        tilewright.relu(x)
-    assert made == [0, 1]
-    y = torch.randn(3, 1014)
-    with memory.guarded():
-        tilewright.relu(y)
-    tilewright.relu(x)
-    tilewright.relu(y)
-    assert made == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0, 3), (1, 1)])

@@ -23,7 +23,7 @@ import torch
 from tilewright import gpu as gpus
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.gpu import Gpu
-from tilewright.spec import Args, Backend, Op
+from tilewright.spec import Args, Backend, Op, as_tuple, on_meta
 
 VARIABLE = "TILEWRIGHT_BACKEND"
 
@@ -87,7 +87,7 @@ def requested(op: Op, backend: str | None) -> tuple[str | None, str]:
         _known_or_raise(backend, op.name)
         return backend, "backend="
     for name, wanted in override.get() or ():
-        if name in ("*", op.name, op.public):
+        if name in ("*", op.name, op.public_name):
             return wanted, "use_backend"
     wanted_by_variable = from_environment()
     if wanted_by_variable is not None:
@@ -98,23 +98,22 @@ def requested(op: Op, backend: str | None) -> tuple[str | None, str]:
 def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = None) -> Choice:
     """The backend for these arguments. `gpu` pretends that they lie on that GPU."""
     tensor = next(a for a in args if isinstance(a, torch.Tensor))
-    target = gpu or _gpu_of(tensor)
+    target, pretending = gpu or _gpu_of(tensor), gpu is not None
     wanted, asked_by = requested(op, backend)
     if wanted is not None and op.backend(wanted) is None:
         if op.public:
-            raise UnsupportedError(
-                _cannot(op, wanted, asked_by, "it has no such backend", args, target)
-            )
+            lacks = "it has no such backend"
+            raise UnsupportedError(_cannot(op, wanted, asked_by, lacks, args, target, pretending))
         wanted, asked_by = None, "automatic"  # a backward without a twin of the forward's backend
     refused = []
     for candidate in op.backends:
         if wanted is not None and candidate.name != wanted:
             refused.append((candidate.name, f"{wanted} was asked for ({asked_by})"))
             continue
-        reason = refusal(candidate, op, args, tensor, target, pretending=gpu is not None)
+        reason = refusal(candidate, op, args, tensor, target, pretending=pretending)
         if reason is None:
             for other in op.backends[op.backends.index(candidate) + 1 :]:
-                reason = refusal(other, op, args, tensor, target, pretending=gpu is not None)
+                reason = refusal(other, op, args, tensor, target, pretending=pretending)
                 if wanted is not None:
                     reason = f"{wanted} was asked for ({asked_by})"
                 refused.append(
@@ -122,7 +121,7 @@ def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = 
                 )
             return Choice(op.name, candidate, tuple(refused), target, asked_by)
         if wanted is not None:
-            raise UnsupportedError(_cannot(op, wanted, asked_by, reason, args, target))
+            raise UnsupportedError(_cannot(op, wanted, asked_by, reason, args, target, pretending))
         refused.append((candidate.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise UnsupportedError(f"{op.name}: no backend serves this call. {reasons}")
@@ -135,9 +134,10 @@ def refusal(
     if backend.technology == "torch":
         return None
     if gpu is None:
+        interpreter = " (on the CPU under TRITON_INTERPRET=1)"
         return (
             f"{op.layout_argument} is on {tensor.device.type}, and {backend.technology} kernels "
-            "run on CUDA devices (on the CPU under TRITON_INTERPRET=1)"
+            f"run on CUDA devices{interpreter if backend.technology == 'triton' else ''}"
         )
     if not pretending:
         missing = _missing(backend.technology)
@@ -165,9 +165,23 @@ def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:
     choice = choose(op, args, backend=backend)
     entry = load(choice.backend.entry)
     if choice.backend.technology == "torch":
-        return lambda *args: entry(*args[:-1])
+        return lambda *args: _as_declared(op, args[:-1], entry(*args[:-1]))
     run: Callable[..., Any] = entry(choice.gpu, *args)
     return run
+
+
+def _as_declared(op: Op, args: Args, results: Any) -> Any:
+    """Eager torch picks strides of its own; the declaration promises some to torch.compile."""
+    if results is None:
+        return None
+    declared = as_tuple(op.outputs(*on_meta(args)))
+    kept = [
+        r
+        if r.stride() == d.stride()
+        else torch.empty_strided(d.shape, d.stride(), dtype=r.dtype, device=r.device).copy_(r)
+        for r, d in zip(as_tuple(results), declared, strict=True)
+    ]
+    return tuple(kept) if isinstance(results, tuple) else kept[0]
 
 
 @cache
@@ -220,15 +234,17 @@ def _known_or_raise(name: str, where: str) -> None:
     )
 
 
-def _cannot(op: Op, wanted: str, asked_by: str, reason: str, args: Args, gpu: Gpu | None) -> str:
+def _cannot(
+    op: Op, wanted: str, asked_by: str, why: str, args: Args, gpu: Gpu | None, pretending: bool
+) -> str:
     tensor = next(a for a in args if isinstance(a, torch.Tensor))
     works = [
         b.name
         for b in op.backends
-        if refusal(b, op, args, tensor, gpu, pretending=tensor.device.type == "meta") is None
+        if refusal(b, op, args, tensor, gpu, pretending=pretending) is None
     ]
     return (
-        f"{op.name}: backend {wanted!r} ({asked_by}) cannot serve this call: {reason}. "
+        f"{op.name}: backend {wanted!r} ({asked_by}) cannot serve this call: {why}. "
         f"What would work: {', '.join(works)}."
     )
 

@@ -7,6 +7,7 @@ up to its registered op, where `library` hands the call over instead of running 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -91,20 +92,18 @@ def explain_call(
 
 def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op, Args]:
     """The op and arguments that the public function `name` would run."""
-    import tilewright
-
     op = registry().get(name)
-    if op is None:
+    if op is None or op.public is None:
         raise InputError(f"explain: op is {name!r}; it must be one of {', '.join(registry())}.")
-    function = getattr(tilewright, op.public)
-    listener: list[tuple[Op, Args]] = []
-    library.capturing.append(listener)
+    thread, listener = get_ident(), []  # type: ignore[var-annotated]
+    library.capturing[thread] = listener
     try:
-        function(*args, **kwargs)
+        op.public(*args, **kwargs)
     except library.Captured:
-        return listener[0]
+        found: tuple[Op, Args] = listener[0]
+        return found
     finally:
-        library.capturing.remove(listener)
+        del library.capturing[thread]
     raise AssertionError(f"{name} returned without reaching its op")
 
 

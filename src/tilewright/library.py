@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo traces us, else False
 _is_grad_enabled = torch.is_grad_enabled
 _override = dispatch.override.get
 
 calls: dict[str, Callable[..., Any]] = {}  # every registered op's `call(*args, backend)`, by name
-capturing: list[list[tuple[Op, Args]]] = []  # explain() listens here; while it does, no shortcut
+# explain() listens here, by thread; while anybody does, no call takes the short way
+capturing: dict[int, list[tuple[Op, Args]]] = {}
 
 
 def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
@@ -42,7 +44,7 @@ def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
     if t is None:
         return None
     order = t.is_contiguous() or (t.stride(), t.is_neg())
-    return (t.shape, order, t.dtype, t.data_ptr() & 15, t.device)
+    return (t.shape, order, t.dtype, t.data_ptr() & 15, t.get_device())
 
 
 def register(op: Op) -> Callable[..., Any]:
@@ -63,7 +65,9 @@ def register(op: Op) -> Callable[..., Any]:
         key = _key(args[:tensors], (*plain_args[tensors:], backend))
         index = args[0].get_device()
         with torch.cuda.device(index) if index >= 0 else nullcontext():
-            if memory.guards:  # a poisoned call: its buffers must not outlive it in a plan
+            if memory.guards or (index < 0 and dispatch.interpreting()):
+                # Buffers of a poisoned call must not outlive it in a plan; and a plan's key cannot
+                # tell a CPU tensor from a meta tensor, which the interpreter could not run.
                 return dispatch.prepare(op, tuple(plain_args), backend)(*plain_args, backend)
             run = plans.get(key)
             if run is None:
@@ -103,8 +107,9 @@ def register(op: Op) -> Callable[..., Any]:
         _register_autocast(op, operator)
 
     def slow(*args: Any) -> Any:
-        if capturing:
-            capturing[-1].append((op, args))
+        listener = capturing.get(get_ident()) if capturing else None
+        if listener is not None:
+            listener.append((op, args))
             raise Captured
         op.check(*args[:-1])
         return operator(*args)
@@ -119,7 +124,8 @@ class Captured(Exception):
 
 
 def _key(tensors: Args, rest: Args) -> tuple[Any, ...]:
-    return (*map(layout_key, tensors), rest, _override())
+    first, *others = map(layout_key, tensors)
+    return (*first, *others, rest, _override())  # type: ignore[misc]
 
 
 def _on_device(run: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -182,8 +188,16 @@ def _caller(
         ):
             try:
                 order = x.is_contiguous() or (x.stride(), x.is_neg())
-                layout = (x.shape, order, x.dtype, x.data_ptr() & 15, x.device)
-                run = find((layout, rest, _override()))
+                key = (
+                    x.shape,
+                    order,
+                    x.dtype,
+                    x.data_ptr() & 15,
+                    x.get_device(),
+                    rest,
+                    _override(),
+                )
+                run = find(key)
             except RuntimeError:  # no storage, as sparse tensors: `slow` says so in our words
                 run = None
             if run is not None:
@@ -210,8 +224,8 @@ def _caller(
         ):
             try:
                 order = x.is_contiguous() or (x.stride(), x.is_neg())
-                layout = (x.shape, order, x.dtype, x.data_ptr() & 15, x.device)
-                run = find((layout, layout_key(y), rest, _override()))
+                layout = (x.shape, order, x.dtype, x.data_ptr() & 15, x.get_device())
+                run = find((*layout, layout_key(y), rest, _override()))
             except RuntimeError:
                 run = None
             if run is not None:
@@ -251,22 +265,22 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
     rule = op.autograd
     many_outputs = "," in op.schema.partition("->")[2]
     arguments, tensors = op.arguments, op.tensor_count
+    places = op.kept_places if rule is not None else ()
+    saves_output = places == ((False, 0),) and not many_outputs
 
     def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
         outputs = run(*args)
-        if rule is None:
-            return outputs
+        if saves_output:
+            ctx.save_for_backward(outputs)
+        elif rule is not None:
+            results = outputs if many_outputs else (outputs,)
+            ctx.save_for_backward(*[args[i] if given else results[i] for given, i in places])
+        ctx.rest = (args[0].dtype, *args[tensors:])
+        if _override() is not None:  # autograd's threads do not see this thread's use_backend
+            ctx.rest = (*ctx.rest[:-1], args[-1] or dispatch.requested(op, None)[0])
         if many_outputs:
             ctx.set_materialize_grads(False)
             ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
-            kept, ctx.note = rule.keep(args, outputs)
-        else:
-            kept, ctx.note = rule.keep(args, (outputs,))
-        ctx.save_for_backward(*kept)
-        ctx.rest = args[tensors:]
-        if _override() is not None:  # autograd's threads do not see this thread's use_backend
-            wanted = args[-1] or dispatch.requested(op, None)[0]
-            ctx.rest = (*args[tensors:-1], wanted)
         return outputs
 
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -278,9 +292,9 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         if many_outputs and grads[0] is None:
             shape, dtype, device = ctx.like[0]
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
-        *rest, wanted = ctx.rest
+        dtype, *rest, wanted = ctx.rest
         needs = dict(zip(arguments, ctx.needs_input_grad[1:], strict=False))
-        saved = rule.saved(ctx.saved_tensors, ctx.note, tuple(rest), needs)
+        saved = rule.saved(ctx.saved_tensors, dtype, tuple(rest), needs)
         twin = wanted if wanted and rule.op.backend(wanted) else None
         results = calls[rule.op.name](*grads, *saved, twin)
         results = results if isinstance(results, tuple) else (results,)

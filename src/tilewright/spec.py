@@ -89,11 +89,11 @@ class Autograd:
     """How a forward reaches its backward, which is an op of its own."""
 
     op: Op
-    keep: Callable[[Args, Args], tuple[Args, Any]]
-    """(args, outputs) -> (the tensors to save, a note for `saved`). Runs in every forward."""
-    saved: Callable[[Args, Any, Args, Mapping[str, bool]], Args]
-    """(kept tensors, note, the forward's other arguments, which arguments want a gradient)
-    -> the backward's arguments after the incoming gradients."""
+    keep: tuple[str, ...]
+    """What to save: argument names, or "output", "output 1", ... for the results."""
+    saved: Callable[[Args, torch.dtype, Args, Mapping[str, bool]], Args]
+    """(kept tensors, dtype of the first argument, the arguments that are no tensors, which ones
+    want a gradient) -> the backward's arguments after the incoming gradients."""
     gradients: tuple[tuple[str, ...], ...]
     """For each result of the backward, the forward arguments it is the gradient of."""
 
@@ -109,7 +109,9 @@ class Op:
     backends: tuple[Backend, ...]  # in order of preference; "torch" comes last
     tolerance: Callable[..., tuple[torch.Tensor, ...]]
     """(Rounding, outputs in float64, *args in float64) -> an absolute bound per output element."""
-    public: str = ""  # name of the public function; empty for ops only autograd calls
+    public: Callable[..., Any] | None = (
+        None  # the function users call; None: only autograd calls it
+    )
     inputs: Callable[..., Args] | None = None  # (dims, dtype, device, generator) -> arguments
     cases: tuple[Case, ...] = ()
     sample: Callable[..., Mapping[str, Any]] | None = None  # (random.Random) -> dims
@@ -129,6 +131,10 @@ class Op:
         return tuple(part.split("=")[0].split()[-1] for part in inside.split(",") if part.strip())
 
     @property
+    def public_name(self) -> str:
+        return self.public.__name__ if self.public else ""
+
+    @property
     def tensor_count(self) -> int:
         """How many tensors the arguments begin with; the others follow them."""
         inside = self.schema[self.schema.index("(") + 1 : self.schema.index(") ->")]
@@ -138,9 +144,21 @@ class Op:
         """The arguments that autograd would hand to the backward; all gradients by default."""
         rule = self.autograd
         assert rule is not None
-        kept, note = rule.keep(args, outputs)
         needs = dict.fromkeys(self.arguments, True) if needs is None else needs
-        return (*grads, *rule.saved(kept, note, args[self.tensor_count :], needs))
+        kept = tuple(args[i] if from_args else outputs[i] for from_args, i in self.kept_places)
+        return (*grads, *rule.saved(kept, args[0].dtype, args[self.tensor_count :], needs))
+
+    @property
+    def kept_places(self) -> tuple[tuple[bool, int], ...]:
+        """For each tensor to save: (is it an argument, its place there or among the results)."""
+        assert self.autograd is not None
+
+        def place(name: str) -> tuple[bool, int]:
+            if name in self.arguments:
+                return True, self.arguments.index(name)
+            return False, int(name.removeprefix("output") or 0)
+
+        return tuple(place(name) for name in self.autograd.keep)
 
     def backend(self, name: str) -> Backend | None:
         return next((b for b in self.backends if b.name == name), None)

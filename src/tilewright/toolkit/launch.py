@@ -33,7 +33,7 @@ MAX_STREAMS = 256  # launchers remembered per binding
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-Run = Callable[..., None]
+Run = Callable[..., Any]
 
 
 def bind(
@@ -46,11 +46,14 @@ def bind(
     num_warps: int,
     num_stages: int = 1,
     absent: int = 0,
+    makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
     """Compile `kernel` for these arguments and return `run(*tensors)` for tensors of this layout.
 
     The kernel's parameters are `tensors`, `absent` more pointers that are always null, `scalars`,
-    then `constants` by name. A dtype stands for an output that does not exist yet.
+    then `constants` by name. A dtype stands for an output that does not exist yet. With `makes`, an
+    allocator, `run` takes the tensors after the first, makes that one and returns it; what follows
+    the tensors in a call is ignored.
     """
     full_grid: Any = (*grid, 1, 1)[:3]
     name = getattr(kernel, "__name__", None) or kernel.fn.__name__
@@ -73,8 +76,9 @@ def bind(
         )
         return recording.not_launchable
     if is_interpreted(kernel):
-        return _interpreted(kernel, full_grid, rest, constants)
-    return _compiled(kernel, full_grid, tuple(tensors), rest, constants, options)
+        run = _interpreted(kernel, full_grid, rest, constants)
+        return run if makes is None else _making(run, makes, len(tensors) - 1)
+    return _compiled(kernel, full_grid, tuple(tensors), rest, constants, options, makes)
 
 
 def _is_gluon(kernel: Any) -> bool:
@@ -104,6 +108,7 @@ def _compiled(
     rest: tuple[Any, ...],
     constants: dict[str, Any],
     options: dict[str, Any],
+    makes: Callable[[], torch.Tensor] | None,
 ) -> Run:
     way = route()
     if way == "jit":
@@ -112,15 +117,32 @@ def _compiled(
         def jit(*tensors: torch.Tensor | None) -> None:
             launcher(*tensors, *rest, **constants, **options)
 
-        return jit
+        return jit if makes is None else _making(jit, makes, len(tensors) - 1)
     compiled = kernel.warmup(*tensors, *rest, **constants, grid=grid, **options)
     launch = compiled.run  # loads the binary now, so that nothing is loaded during capture
     tail = (*rest, *(constants[name] for name in kernel.arg_names[len(tensors) + len(rest) :]))
-    return _direct_caller(compiled, launch, grid, tail, way)
+    return _direct_caller(compiled, launch, grid, tail, way, len(tensors), makes)
+
+
+def _making(run: Run, makes: Callable[[], torch.Tensor], inputs: int) -> Run:
+    """`run` for a kernel whose first tensor is new on each call, and the result."""
+
+    def run_and_return(*args: Any) -> torch.Tensor:
+        made = makes()
+        run(made, *args[:inputs])
+        return made
+
+    return run_and_return
 
 
 def _direct_caller(
-    compiled: Any, launch: Any, grid: tuple[int, int, int], tail: tuple[Any, ...], way: str
+    compiled: Any,
+    launch: Any,
+    grid: tuple[int, int, int],
+    tail: tuple[Any, ...],
+    way: str,
+    pointers: int,
+    makes: Callable[[], torch.Tensor] | None,
 ) -> Run:
     assert _current_stream is not None
     index, stream = torch.cuda.current_device(), _current_stream
@@ -145,29 +167,35 @@ def _direct_caller(
     with_hooks = compiled[grid]
     find = on_stream.get
 
-    # Spelled out for two and three pointers: every Python call costs 0.2 us of the 10 we have.
-    def two(a: Any, b: Any) -> None:
-        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
-            with_hooks(a, b, *tail)
-        else:
-            (find(stream(index)) or launcher())(a.data_ptr(), b.data_ptr(), *tail)
-
-    def three(a: Any, b: Any, c: Any) -> None:
-        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
-            with_hooks(a, b, c, *tail)
-        else:
-            pointer = None if c is None else c.data_ptr()
-            (find(stream(index)) or launcher())(a.data_ptr(), b.data_ptr(), pointer, *tail)
-
     def many(*tensors: Any) -> None:
         if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
             with_hooks(*tensors, *tail)
         else:
             launcher()(*[None if t is None else t.data_ptr() for t in tensors], *tail)
 
-    pointers = len(compiled.src.fn.arg_names) - len(tail)
-    spelled_out: dict[int, Run] = {2: two, 3: three}
-    return spelled_out.get(pointers, many)
+    if makes is None:
+        return many
+
+    # Spelled out for one and two inputs: each Python call costs 0.2 us of the 10 we have.
+    def from_one(a: Any, *_: Any) -> torch.Tensor:
+        made = makes()
+        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
+            with_hooks(made, a, *tail)
+        else:
+            (find(stream(index)) or launcher())(made.data_ptr(), a.data_ptr(), *tail)
+        return made
+
+    def from_two(a: Any, b: Any, *_: Any) -> torch.Tensor:
+        made = makes()
+        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
+            with_hooks(made, a, b, *tail)
+        else:
+            second = None if b is None else b.data_ptr()
+            (find(stream(index)) or launcher())(made.data_ptr(), a.data_ptr(), second, *tail)
+        return made
+
+    spelled_out: dict[int, Run] = {2: from_one, 3: from_two}
+    return spelled_out.get(pointers) or _making(many, makes, pointers - 1)
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ import io
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -221,12 +221,15 @@ def bind(
     shared: int = 0,
     cluster: int = 1,
     flags: Flags = (),
+    makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
     """Compile `kernel` for `gpu` and return `run(*tensors)`, which launches it.
 
     The kernel's parameters are one pointer for each of `tensors` (None: null; a dtype stands for an
     output that does not exist yet), then `scalars`: ctypes instances, structs included. `run` takes
-    the tensors in that order and launches on the current stream of their device.
+    the tensors in that order and launches on the current stream of their device. With `makes`, an
+    allocator, `run` takes the tensors after the first, makes that one and returns it; what follows
+    the tensors in a call is ignored.
     """
     shape = Shape(kernel, grid, block, shared, cluster)
     _check(shape, gpu)
@@ -242,7 +245,7 @@ def bind(
     if shared > shared_limit:
         raise LaunchError(f"{shape}: {compiled.static_shared} static bytes leave {shared_limit}")
     loaded = _loaded(source, kernel, gpu.sm, flags, compiled)
-    return make_run(loaded, shape, tensors, scalars, index, shared_limit)
+    return make_run(loaded, shape, tensors, scalars, index, shared_limit, makes)
 
 
 def _check(shape: Shape, gpu: Gpu) -> None:

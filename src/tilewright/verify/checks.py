@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import tilewright
 from tilewright import dispatch
 from tilewright.errors import UnsupportedError
 from tilewright.library import calls
@@ -230,7 +229,8 @@ def _outputs_and_grads(c: Context, args: Args) -> list[torch.Tensor]:
 
 def errors(c: Context) -> Iterator[Result]:
     """Every bad input raises what the declaration says, in words that help."""
-    function = getattr(tilewright, c.op.public)
+    function = c.op.public
+    assert function is not None
     for bad in c.op.errors:
         message = ""
         try:

@@ -30,6 +30,7 @@ def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = No
 
 
 def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
+    checks.tensor("relu", "input", input)
     differentiated = torch.is_grad_enabled() and input.requires_grad
     if torch.compiler.is_compiling() or differentiated:
         # copy_ is what autograd and torch.compile know how to functionalise
@@ -132,7 +133,7 @@ OP = Op(
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
         Backend("torch", "torch", f"{HERE}.reference:relu", dtypes=None),
     ),
-    public="relu",
+    public=relu,
     inputs=inputs,
     exact_inputs=exact_inputs,
     sample=sample,
@@ -142,8 +143,8 @@ OP = Op(
     baselines={"torch": torch.nn.functional.relu},
     autograd=Autograd(
         BACKWARD,
-        keep=lambda args, outputs: (outputs, None),
-        saved=lambda kept, note, rest, needs: kept,
+        keep=("output",),
+        saved=lambda kept, dtype, rest, needs: kept,
         gradients=(("input",),),
     ),
     errors=ERRORS,
@@ -160,6 +161,7 @@ IN_PLACE = Op(
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place"),
         Backend("torch", "torch", f"{HERE}.reference:relu_in_place", dtypes=None),
     ),
+    public=relu,
     tolerance=tolerance,
 )
 

@@ -102,8 +102,9 @@ def _view(tensor: torch.Tensor, strides: tuple[int, ...]) -> Rows | None:
 
 
 def _bind(
-    kernel: Any, view: Rows, outs: list[Any], tensors: list[torch.Tensor], more: Any, flags: Any
-) -> Callable[..., None]:
+    kernel: Any, view: Rows, outs: list[Any], tensors: list[torch.Tensor], more: Any, flags: Any,
+    makes: Callable[[], torch.Tensor] | None,
+) -> Callable[..., Any]:  # fmt: skip
     vec = vector_width(view.n, *((t, view) for t in tensors))
     if any(stride % vec for stride in more[1:]):
         vec = 1
@@ -114,8 +115,9 @@ def _bind(
     more_units = (more[0], more[1] // vec, more[2] // vec) if more else ()
     constants = {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block, **flags}
     return bind(
-        kernel, grid, [*outs, *tensors], (*sizes, *more_units), constants, num_warps=choice.warps
-    )
+        kernel, grid, [*outs, *tensors], (*sizes, *more_units), constants,
+        num_warps=choice.warps, makes=makes,
+    )  # fmt: skip
 
 
 def prepare(gpu: Gpu, input: torch.Tensor) -> Callable[..., Any]:
@@ -128,14 +130,7 @@ def prepare(gpu: Gpu, input: torch.Tensor) -> Callable[..., Any]:
     if view is None:
         run_on_copy = prepare(gpu, input.clone())
         return lambda x, *_: run_on_copy(x.clone())
-    kernel = _bind(_relu, view, [dtype], [input], (), {"IN_PLACE": False})
-
-    def run(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        y = new_y()
-        kernel(y, x)
-        return y
-
-    return run
+    return _bind(_relu, view, [dtype], [input], (), {"IN_PLACE": False}, new_y)
 
 
 def prepare_in_place(gpu: Gpu, input: torch.Tensor) -> Callable[..., None]:
@@ -150,7 +145,7 @@ def prepare_in_place(gpu: Gpu, input: torch.Tensor) -> Callable[..., None]:
             x.copy_(run_on_copy(x.clone()))
 
         return through_a_copy
-    kernel = _bind(_relu, view, [input], [input], (), {"IN_PLACE": True})
+    kernel = _bind(_relu, view, [input], [input], (), {"IN_PLACE": True}, None)
     return lambda x, *_: kernel(x, x)
 
 
@@ -171,11 +166,4 @@ def prepare_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> Call
         run_on_copies = prepare_backward(gpu, like_result(grad), like_result(output))
         return lambda g, y, *_: run_on_copies(like_result(g), like_result(y))
     more = (g_view.inner, g_view.outer_stride, g_view.inner_stride)
-    kernel = _bind(_relu_backward, view, [dtype], [grad, output], more, {})
-
-    def run(g: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
-        dx = new_dx()
-        kernel(dx, g, y)
-        return dx
-
-    return run
+    return _bind(_relu_backward, view, [dtype], [grad, output], more, {}, new_dx)

@@ -95,6 +95,7 @@ def _bind_rows(
     options: Options,
     dtype: torch.dtype,
     gpu: Gpu,
+    makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
     """Bind `name`_rows or `name`_long, which differ in template parameters and in two scalars."""
     scalars: list[Any] = [rows_argument(layout) for layout in layouts]
@@ -113,6 +114,7 @@ def _bind_rows(
         tensors=tensors,
         scalars=[*scalars, options],
         gpu=gpu,
+        makes=makes,
     )
 
 
@@ -128,16 +130,10 @@ def _forward(
     new_out = memory.contiguous(input.shape, dtype, input.device)
     view = rows(input)
     choice = launch(view.count, view.n, _width(view.n, input, weight), gpu)
-    kernel = _bind_rows(
-        "rms_norm", choice, [dtype, input, weight], [view], view.count, view.n, options, dtype, gpu
+    tensors: list[torch.Tensor | torch.dtype | None] = [dtype, input, weight]
+    return _bind_rows(
+        "rms_norm", choice, tensors, [view], view.count, view.n, options, dtype, gpu, new_out
     )
-
-    def run(input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> torch.Tensor:
-        out = new_out()
-        kernel(out, input, weight)
-        return out
-
-    return run
 
 
 @on_rows

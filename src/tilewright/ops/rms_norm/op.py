@@ -52,8 +52,7 @@ def rms_norm(
     if not isinstance(input, torch.Tensor):
         checks.tensor("rms_norm", "input", input)
     if normalized_shape.__class__ is not tuple:
-        one = isinstance(normalized_shape, int)
-        normalized_shape = (normalized_shape,) if one else tuple(normalized_shape)  # type: ignore
+        normalized_shape = _sizes(normalized_shape)
     if eps is None:
         eps = EPS.get(input.dtype, EPS_FLOAT32)
     if len(normalized_shape) != 1:  # type: ignore[arg-type]
@@ -74,6 +73,17 @@ def rms_norm(
     return _add_rms_norm(input, residual, weight, eps, weight_offset, casting, backend)
 
 
+def _sizes(normalized_shape: Any) -> tuple[int, ...]:
+    if isinstance(normalized_shape, int):
+        return (normalized_shape,)
+    if not isinstance(normalized_shape, Sequence):
+        got = f"is a {type(normalized_shape).__name__}"
+        fix = "Pass input.shape[-1:] for a norm over the last dim."
+        wants = "be an int or a sequence of ints"
+        raise DTypeError(sentence("rms_norm", "normalized_shape", got, wants, fix))
+    return tuple(normalized_shape)
+
+
 def _over_several_dims(
     input: torch.Tensor,
     shape: tuple[int, ...],
@@ -88,9 +98,11 @@ def _over_several_dims(
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
         raise _wrong_shape(input, shape)
     if weight is not None:
+        checks.tensor("rms_norm", "weight", weight)
         checks.same_shape("rms_norm", "weight", weight, shape, "the normalized_shape")
         weight = weight.reshape(-1)
     if residual is not None:
+        checks.tensor("rms_norm", "residual", residual)
         checks.same_shape("rms_norm", "residual", residual, input.shape, "the input's")
         residual = residual.reshape(*residual.shape[: -len(shape)], math.prod(shape))
     flat = input.reshape(*input.shape[: -len(shape)], math.prod(shape))
@@ -276,21 +288,14 @@ def tolerance_backward(
     return bound, dw.abs() * rounding.u_out + terms * inside + rounding.tiny
 
 
-def keep(args: Args, outputs: Args) -> tuple[Args, Any]:
-    return args[:2], None
-
-
-def saved(kept: Args, note: Any, rest: Args, needs: Mapping[str, bool]) -> Args:
+def saved(kept: Args, dtype: Any, rest: Args, needs: Mapping[str, bool]) -> Args:
     (input, weight), (eps, offset, _) = kept, rest
     return None, input, weight, eps, offset, bool(needs.get("weight")) and weight is not None
 
 
-def keep_add(args: Args, outputs: Args) -> tuple[Args, Any]:
-    return (outputs[1], args[2]), None  # the sum stands in for input and residual
-
-
-def saved_add(kept: Args, note: Any, rest: Args, needs: Mapping[str, bool]) -> Args:
-    return saved(kept, note, rest, needs)[1:]
+def saved_add(kept: Args, dtype: Any, rest: Args, needs: Mapping[str, bool]) -> Args:
+    """The sum stands in for input and residual; its own gradient comes second."""
+    return saved(kept, dtype, rest, needs)[1:]
 
 
 CASES = (
@@ -405,7 +410,7 @@ OP = Op(
         Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare_forward", accepts=one_dtype),
         Backend("torch", "torch", f"{HERE}.reference:rms_norm", dtypes=None),
     ),
-    public="rms_norm",
+    public=rms_norm,
     inputs=inputs,
     exact_inputs=exact_inputs,
     sample=sample,
@@ -413,7 +418,7 @@ OP = Op(
     cases=CASES,
     cost=lambda dims, dtype: Cost(4.0 * math.prod(dims["shape"])),
     baselines={"torch": _torch_rms_norm},
-    autograd=Autograd(BACKWARD, keep, saved, (("input",), ("weight",))),
+    autograd=Autograd(BACKWARD, ("input", "weight"), saved, (("input",), ("weight",))),
     errors=ERRORS,
 )
 
@@ -430,7 +435,7 @@ ADD = Op(
         Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare_add", accepts=one_dtype_add),
         Backend("torch", "torch", f"{HERE}.reference:add_rms_norm", dtypes=None),
     ),
-    public="rms_norm",
+    public=rms_norm,
     inputs=inputs_add,
     exact_inputs=exact_inputs_add,
     sample=sample,
@@ -438,7 +443,9 @@ ADD = Op(
     cases=CASES_ADD,
     cost=lambda dims, dtype: Cost(5.0 * math.prod(dims["shape"])),
     baselines={"torch": lambda x, r, *rest: (_torch_rms_norm(x + r, *rest), x + r)},
-    autograd=Autograd(BACKWARD, keep_add, saved_add, (("input", "residual"), ("weight",))),
+    autograd=Autograd(
+        BACKWARD, ("output 1", "weight"), saved_add, (("input", "residual"), ("weight",))
+    ),
 )
 
 OPS = (OP, ADD)

@@ -248,19 +248,17 @@ def _prepare(
         },
         num_warps=choice.tile.warps,
         absent=2 if residual is None else 0,
+        makes=new_y if residual is None else None,
     )
-
-    def run(x: torch.Tensor, w: torch.Tensor | None, *_: Any) -> torch.Tensor:
-        y = new_y()
-        kernel(y, x, w)
-        return y
+    if residual is None:
+        return kernel
 
     def run_add(x: Any, r: Any, w: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         y, total = new_y(), new_total()
         kernel(y, x, w, r, total)
         return y, total
 
-    return run if residual is None else run_add
+    return run_add
 
 
 def _prepare_backward(

@@ -86,6 +86,7 @@ def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu
         tensors=[out, input],
         scalars=scalars,
         gpu=gpu,
+        makes=memory.contiguous(input.shape, out, input.device),
     )
 
 
@@ -93,17 +94,9 @@ def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu
 def _softmax(
     gpu: Gpu, input: torch.Tensor, out: torch.dtype, version: int
 ) -> Callable[..., torch.Tensor]:
-    new_output = memory.contiguous(input.shape, out, input.device)
     view = rows(input)
     vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
-    kernel = _bind(launch(view.count, view.n, vec, gpu, version=version), view, input, out, gpu)
-
-    def run(input: torch.Tensor, *_: Any) -> torch.Tensor:
-        output = new_output()
-        kernel(output, input)
-        return output
-
-    return run
+    return _bind(launch(view.count, view.n, vec, gpu, version=version), view, input, out, gpu)
 
 
 def _prepare(

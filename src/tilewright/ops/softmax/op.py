@@ -37,7 +37,7 @@ def softmax(
     """
     if dtype is not None and dtype is not torch.float32:
         checks.tensor("softmax", "input", input)
-        if dtype != input.dtype and dtype.is_floating_point:
+        if isinstance(dtype, torch.dtype) and dtype != input.dtype and dtype.is_floating_point:
             input = input.to(dtype)
     return _softmax(input, dim, dtype, backend)  # type: ignore[no-any-return]
 
@@ -45,6 +45,9 @@ def softmax(
 def check(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
     checks.floating("softmax", "input", input)
     checks.has_dims("softmax", "input", input)
+    if not isinstance(dim, int):
+        got = f"is a {type(dim).__name__}"
+        raise DTypeError(sentence("softmax", "dim", got, "be an int", "Use dim=-1."))
     if not -input.dim() <= dim < input.dim():
         raise InputError(
             sentence(
@@ -55,9 +58,9 @@ def check(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
                 "Use dim=-1 for the last dim.",
             )
         )
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise DTypeError(
-            sentence("softmax", "dtype", f"is {dtype}", "be a floating dtype", "Leave it out.")
+            sentence("softmax", "dtype", f"is {dtype!r}", "be a floating dtype", "Leave it out.")
         )
 
 
@@ -221,7 +224,7 @@ OP = Op(
         Backend("cuda_v1", "cuda", f"{HERE}.cuda_impl:prepare_v1", accepts=last_dim_only),
         Backend("torch", "torch", f"{HERE}.reference:softmax", dtypes=None),
     ),
-    public="softmax",
+    public=softmax,
     inputs=inputs,
     exact_inputs=exact_inputs,
     sample=sample,
@@ -231,7 +234,7 @@ OP = Op(
     baselines={"torch": lambda x, dim, dtype: torch.nn.functional.softmax(x, dim, dtype=dtype)},
     autograd=Autograd(
         BACKWARD,
-        keep=lambda args, outputs: (outputs, args[0].dtype),
+        keep=("output",),
         saved=lambda kept, dtype, rest, needs: (*kept, rest[0], dtype),
         gradients=(("input",),),
     ),

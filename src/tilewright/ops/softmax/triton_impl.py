@@ -21,7 +21,7 @@ import triton.language as tl
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory
 from tilewright.toolkit.launch import bind, programs
-from tilewright.toolkit.rows import on_rows, rows, vector_width
+from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
 from tilewright.toolkit.tiles import Tile, tile
 from tilewright.toolkit.triton_lib import row_start
 
@@ -208,66 +208,51 @@ def _backward_columns(
 
 @on_rows
 def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., Any]:
-    new_y = memory.contiguous(input.shape, out, input.device)
     view = rows(input)
     vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
     choice = launch(view.n, vec)
-    kernel = bind(
+    return bind(
         _softmax_rows if choice.whole else _softmax_wide_rows,
         (programs(view.count, choice.rows),),
         [out, input],
         (view.count, view.n // vec, *view.units(vec)),
         {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block},
         num_warps=choice.warps,
+        makes=memory.contiguous(input.shape, out, input.device),
     )
-
-    def run(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        y = new_y()
-        kernel(y, x)
-        return y
-
-    return run
 
 
 @on_rows
 def _prepare_rows_backward(
     gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, out: torch.dtype
 ) -> Callable[..., Any]:
-    new_dx = memory.contiguous(output.shape, out, output.device)
     view, g_view = rows(output), rows(grad)
     narrow = (output.new_empty(0, dtype=out), None)
     vec = vector_width(view.n, (output, view), (grad, g_view), narrow)
     choice = launch(view.n, vec, backward=True)
-    kernel = bind(
+    return bind(
         _backward_rows if choice.whole else _backward_wide_rows,
         (programs(view.count, choice.rows),),
         [out, grad, output],
         (view.count, view.n // vec, *view.units(vec), *g_view.units(vec)),
         {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block},
         num_warps=choice.warps,
+        makes=memory.contiguous(output.shape, out, output.device),
     )
-
-    def run(g: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
-        dx = new_dx()
-        kernel(dx, g, y)
-        return dx
-
-    return run
 
 
 def _slices(tensor: torch.Tensor, dim: int) -> tuple[int, int] | None:
     """Strides (outer, n) of a tensor seen as [outer, n, d] with d contiguous, or None."""
-    n_stride = tensor.stride(dim)
-    outer = tensor.stride(dim - 1) if dim else 0
+    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
     step = 1
-    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))[dim + 1 :]):
+    for size, stride in reversed(sizes[dim + 1 :]):
         if size > 1 and stride != step:
             return None
         step *= size
-    for i in range(dim - 1):
-        if tensor.shape[i] > 1 and tensor.stride(i) != tensor.shape[i + 1] * tensor.stride(i + 1):
-            return None
-    return outer, n_stride
+    outer = rows_of([*tensor.shape[:dim], 1], [*tensor.stride()[:dim], 1])
+    if outer is None or outer.inner > 1:
+        return None
+    return outer.outer_stride, tensor.stride(dim)
 
 
 def _prepare_columns(
@@ -285,26 +270,18 @@ def _prepare_columns(
 
         return with_copies
     shape = tensors[0].shape
-    new_y = memory.contiguous(shape, out, tensors[0].device)
     n, d = shape[dim], math.prod(shape[dim + 1 :])
     block_d, block_n = (32, 128) if d >= 32 else (4, 1024)
     d_blocks = programs(d, block_d)
-    kernel = bind(
+    return bind(
         kernel_function,
         (math.prod(shape[:dim]) * d_blocks,),
         [out, *tensors],
         (n, d, d_blocks, *(stride for pair in slices for stride in pair or ())),
         {"BLOCK_N": block_n, "BLOCK_D": block_d},
         num_warps=4,
+        makes=memory.contiguous(shape, out, tensors[0].device),
     )
-    count = len(tensors)
-
-    def run(*tensors: Any) -> torch.Tensor:
-        y = new_y()
-        kernel(y, *tensors[:count])
-        return y
-
-    return run
 
 
 def prepare(
