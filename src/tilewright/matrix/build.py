@@ -84,16 +84,15 @@ def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import MockTensor, create_function_from_signature
+    from triton.runtime.jit import create_function_from_signature
 
     kernel = request.kernel
     target = GPUTarget("cuda", sm, 32)
     backend = make_backend(target)
     # Triton's own binder, so that arguments are specialised exactly as a launch would
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    arguments = [MockTensor.wrap_dtype(a) for a in request.arguments]
     keywords = {**dict(request.constants), **dict(request.options), "debug": False}
-    bound, specialization, options = binder(*arguments, **keywords)
+    bound, specialization, options = binder(*request.arguments, **keywords)
     options, signature, constants, attributes = kernel._pack_args(
         backend, keywords, bound, specialization, options
     )

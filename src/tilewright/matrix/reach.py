@@ -21,6 +21,7 @@ from tilewright.gpu import Gpu
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Args, Op, as_tuple, on_meta
 from tilewright.toolkit import recording
+from tilewright.toolkit.launch import Pointer
 from tilewright.toolkit.recording import Request, kernel_name
 
 SMS = (75, 80, 86, 89, 90, 100, 120)
@@ -127,11 +128,8 @@ def describe(request: Request) -> str:
 
 def _kind(argument: Any) -> str:
     """What Triton specialises an argument on: kernels here specialise integers on nothing."""
-    if isinstance(argument, torch.dtype):
-        return f"*{argument}"
-    if isinstance(argument, torch.Tensor):
-        aligned = "" if argument.data_ptr() % 16 == 0 else " unaligned"
-        return f"*{argument.dtype}{aligned}"
+    if isinstance(argument, Pointer):
+        return repr(argument)
     if isinstance(argument, int):
         return "i32" if -(2**31) <= argument < 2**31 else "i64"
     return type(argument).__name__

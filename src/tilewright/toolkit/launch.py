@@ -20,6 +20,7 @@ CompiledKernel's own runner.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -43,6 +44,7 @@ def bind(
     scalars: Sequence[int | float],
     constants: dict[str, Any],
     *,
+    aligned: bool,
     num_warps: int,
     num_stages: int = 1,
     absent: int = 0,
@@ -51,9 +53,10 @@ def bind(
     """Compile `kernel` for these arguments and return `run(*tensors)` for tensors of this layout.
 
     The kernel's parameters are `tensors`, `absent` more pointers that are always null, `scalars`,
-    then `constants` by name. A dtype stands for an output that does not exist yet. With `makes`, an
-    allocator, `run` takes the tensors after the first, makes that one and returns it; what follows
-    the tensors in a call is ignored.
+    then `constants` by name. A dtype stands for an output that does not exist yet. `aligned` says
+    that every pointer is a multiple of 16 bytes; if not, the binary assumes it of none, so that one
+    serves all. With `makes`, an allocator, `run` takes the tensors after the first, makes that one
+    and returns it; what follows the tensors in a call is ignored.
     """
     full_grid: Any = (*grid, 1, 1)[:3]
     name = getattr(kernel, "__name__", None) or kernel.fn.__name__
@@ -62,9 +65,10 @@ def bind(
     # Explicit, because Triton's default is about to change and it warns until told.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     rest = (*[None] * absent, *scalars)
+    pointers = tuple(_pointer(t, aligned) for t in tensors)
     requests = recording.active()
     if requests is not None:
-        arguments = (*tensors, *rest)
+        arguments = (*pointers, *rest)
         requests.append(
             recording.Request(
                 "gluon" if _is_gluon(kernel) else "triton",
@@ -78,7 +82,28 @@ def bind(
     if is_interpreted(kernel):
         run = _interpreted(kernel, full_grid, rest, constants)
         return run if makes is None else _making(run, makes, len(tensors) - 1)
-    return _compiled(kernel, full_grid, tuple(tensors), rest, constants, options, makes)
+    return _compiled(kernel, full_grid, pointers, rest, constants, options, makes)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What Triton specialises a tensor argument on: its dtype and its address modulo 16."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+    def data_ptr(self) -> int:
+        return 0 if self.aligned else 1
+
+    @staticmethod
+    def ptr_range() -> int:
+        return 0
+
+
+def _pointer(tensor: torch.Tensor | torch.dtype | None, aligned: bool) -> Pointer | None:
+    if tensor is None:
+        return None
+    return Pointer(tensor if isinstance(tensor, torch.dtype) else tensor.dtype, aligned)
 
 
 def _is_gluon(kernel: Any) -> bool:
@@ -104,7 +129,7 @@ def _interpreted(
 def _compiled(
     kernel: Any,
     grid: tuple[int, int, int],
-    tensors: tuple[Any, ...],
+    pointers: tuple[Pointer | None, ...],
     rest: tuple[Any, ...],
     constants: dict[str, Any],
     options: dict[str, Any],
@@ -117,11 +142,11 @@ def _compiled(
         def jit(*tensors: torch.Tensor | None) -> None:
             launcher(*tensors, *rest, **constants, **options)
 
-        return jit if makes is None else _making(jit, makes, len(tensors) - 1)
-    compiled = kernel.warmup(*tensors, *rest, **constants, grid=grid, **options)
+        return jit if makes is None else _making(jit, makes, len(pointers) - 1)
+    compiled = kernel.warmup(*pointers, *rest, **constants, grid=grid, **options)
     launch = compiled.run  # loads the binary now, so that nothing is loaded during capture
-    tail = (*rest, *(constants[name] for name in kernel.arg_names[len(tensors) + len(rest) :]))
-    return _direct_caller(compiled, launch, grid, tail, way, len(tensors), makes)
+    tail = (*rest, *(constants[name] for name in kernel.arg_names[len(pointers) + len(rest) :]))
+    return _direct_caller(compiled, launch, grid, tail, way, len(pointers), makes)
 
 
 def _making(run: Run, makes: Callable[[], torch.Tensor], inputs: int) -> Run:

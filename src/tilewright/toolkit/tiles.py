@@ -22,14 +22,14 @@ ALIGNED = (
     Tile(32, 64, 4, True),
     Tile(8, 256, 4, True),
     Tile(2, 1024, 4, True),
+    Tile(1, 2048, 4, True),
     Tile(1, 4096, 4, True),
     Tile(1, 8192, 8, True),
     Tile(1, 16384, 16, True),
     Tile(1, 32768, 32, True),
 )
-# Rows that allow no 16-byte load: bandwidth is lost anyway, so fewer binaries. Triton makes two of
-# each, one for pointers that are aligned all the same.
-UNALIGNED = (Tile(16, 256, 4, True),)
+# Rows that allow no 16-byte load: bandwidth is lost anyway, so fewer binaries.
+UNALIGNED = (Tile(32, 64, 4, True), Tile(2, 1024, 4, True))
 WIDE = Tile(1, 8192, 16, False)
 WIDE_UNALIGNED = Tile(1, 4096, 8, False)
 

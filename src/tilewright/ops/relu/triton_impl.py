@@ -116,7 +116,7 @@ def _bind(
     constants = {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block, **flags}
     return bind(
         kernel, grid, [*outs, *tensors], (*sizes, *more_units), constants,
-        num_warps=choice.warps, makes=makes,
+        aligned=vec > 1, num_warps=choice.warps, makes=makes,
     )  # fmt: skip
 
 

@@ -246,6 +246,7 @@ def _prepare(
             "BLOCK": choice.tile.block,
             "ROUND_FIRST": round_first,
         },
+        aligned=vec > 1,
         num_warps=choice.tile.warps,
         absent=2 if residual is None else 0,
         makes=new_y if residual is None else None,
@@ -279,6 +280,7 @@ def _prepare_backward(
         (view.count, n // vec, *g_view.units(vec), *view.units(vec), *r_view.units(vec),
          eps, weight_offset),
         {"VEC": vec, "ROWS": choice.tile.rows, "BLOCK": choice.tile.block},
+        aligned=vec > 1,
         num_warps=choice.tile.warps,
     )  # fmt: skip
     count = choice.programs
@@ -298,6 +300,7 @@ def _prepare_backward(
         [weight.dtype, torch.float32],
         (count, n),
         {"COUNT": 32, "BLOCK": 128},
+        aligned=True,
         num_warps=4,
     )
 

@@ -217,6 +217,7 @@ def _prepare_rows(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[.
         [out, input],
         (view.count, view.n // vec, *view.units(vec)),
         {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block},
+        aligned=vec > 1,
         num_warps=choice.warps,
         makes=memory.contiguous(input.shape, out, input.device),
     )
@@ -236,6 +237,7 @@ def _prepare_rows_backward(
         [out, grad, output],
         (view.count, view.n // vec, *view.units(vec), *g_view.units(vec)),
         {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block},
+        aligned=vec > 1,
         num_warps=choice.warps,
         makes=memory.contiguous(output.shape, out, output.device),
     )
@@ -279,6 +281,7 @@ def _prepare_columns(
         [out, *tensors],
         (n, d, d_blocks, *(stride for pair in slices for stride in pair or ())),
         {"BLOCK_N": block_n, "BLOCK_D": block_d},
+        aligned=False,
         num_warps=4,
         makes=memory.contiguous(shape, out, tensors[0].device),
     )
