@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "toolkit": [],
     "toolkit.*": ["errors", "gpu", "toolkit", "toolkit.*"],
     "dispatch": ["errors", "gpu", "spec"],
-    "library": ["errors", "spec", "dispatch", "toolkit.memory"],  # a poisoned call makes no plan
+    "library": ["errors", "spec", "dispatch", "toolkit.memory", "toolkit.launch"],  # a poisoned call makes no plan
     "ops": ["spec"],
     "ops.*.op": ["errors", "spec", "shapes", "checks", "library", "{here}", "{here}.reference"],
     "ops.*.reference": ["ops.*.reference"],

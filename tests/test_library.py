@@ -79,11 +79,11 @@ def _short_way(op: Op) -> Callable[..., Any]:
         op.check(*args[:-1])
         result = operator(*args)
         if key is not None:
-            plans[key] = run
+            plans[key] = (run, *library.NO_SHOT)
         return result
 
     function = library._autograd_function(op)
-    return library._caller(op.tensor_count, plans, slow, operator, function)
+    return library._caller(op, plans, slow, operator, function)
 
 
 @pytest.fixture(params=["dispatcher", "shortcut"])

@@ -58,6 +58,12 @@ def use_backend(name: str | None = None, **by_op: str) -> Iterator[None]:
     """
     for wanted in (*by_op.values(), *([name] if name else [])):
         _known_or_raise(wanted, "use_backend")
+    for op in by_op:
+        if op not in _ops:
+            close = difflib.get_close_matches(op, _ops, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            names = ", ".join(_ops)
+            raise InputError(f"use_backend: op is {op!r}; it must be one of {names}.{hint}")
     pairs = tuple(by_op.items()) + ((("*", name),) if name else ())
     token = override.set(pairs + (override.get() or ()))
     try:
@@ -215,11 +221,13 @@ def _missing(technology: str) -> str | None:
     return None
 
 
+_ops: dict[str, None] = {}  # every op name that use_backend takes
 _names: dict[str, None] = {}  # every backend name any op declares, in order
 
 
 def declare(op: Op) -> None:
     """Make an op's backend names known, so that a misspelt one can be told from one it lacks."""
+    _ops.update(dict.fromkeys(name for name in (op.public_name, op.name) if name))
     _names.update(dict.fromkeys(b.name for b in op.backends))
 
 

@@ -21,9 +21,12 @@ from tilewright import dispatch
 from tilewright.errors import CaptureError
 from tilewright.spec import Args, Op
 from tilewright.toolkit import memory
+from tilewright.toolkit.launch import Shot
 
 LIBRARY = torch.library.Library("tilewright", "DEF")
 MAX_PLANS = 65_536  # layouts remembered per op; beyond it the oldest is forgotten
+
+NO_SHOT = (None,) * len(Shot._fields)
 
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 _function_modes = torch._C._len_torch_function_stack
@@ -33,6 +36,7 @@ _autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enab
 _is_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo traces us, else False
 _is_grad_enabled = torch.is_grad_enabled
 _override = dispatch.override.get
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 calls: dict[str, Callable[..., Any]] = {}  # every registered op's `call(*args, backend)`, by name
 # explain() listens here, by thread; while anybody does, no call takes the short way
@@ -43,7 +47,7 @@ def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
     """What a kernel's binary and launch depend on, for one tensor."""
     if t is None:
         return None
-    order = t.is_contiguous() or (t.stride(), t.is_neg())
+    order = (t.is_contiguous() and not t.is_neg()) or (t.stride(), t.is_neg())
     return (t.shape, order, t.dtype, t.data_ptr() & 15, t.get_device())
 
 
@@ -56,8 +60,8 @@ def register(op: Op) -> Callable[..., Any]:
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
     operator = getattr(getattr(torch.ops, op.namespace), op.name).default
-    plans: dict[Any, Callable[..., Any]] = {}
-    tensors = op.tensor_count
+    plans: dict[Any, tuple[Any, ...]] = {}  # (run, then the parts of its Shot, if it has one)
+    tensors, mutates = op.tensor_count, "!" in signature
 
     def kernel(*args: Any) -> Any:
         """The CPU and CUDA kernel: find or make the plan, run it."""
@@ -65,18 +69,19 @@ def register(op: Op) -> Callable[..., Any]:
         key = _key(args[:tensors], (*plain_args[tensors:], backend))
         index = args[0].get_device()
         with torch.cuda.device(index) if index >= 0 else nullcontext():
-            if memory.guards or (index < 0 and dispatch.interpreting()):
-                # Buffers of a poisoned call must not outlive it in a plan; and a plan's key cannot
-                # tell a CPU tensor from a meta tensor, which the interpreter could not run.
+            if index < 0 or memory.guards:
+                # Buffers of a poisoned call must not outlive it in a plan; and a key cannot tell a
+                # CPU tensor from a meta tensor, so only CUDA tensors have plans.
                 return dispatch.prepare(op, tuple(plain_args), backend)(*plain_args, backend)
-            run = plans.get(key)
-            if run is None:
+            plan = plans.get(key)
+            if plan is None:
                 _refuse_cold_capture(op, plain_args)
                 run = _on_device(dispatch.prepare(op, tuple(plain_args), backend), index)
+                plan = (run, *getattr(run, "shot", NO_SHOT))
                 while len(plans) >= MAX_PLANS:
                     plans.pop(next(iter(plans)), None)
-                plans[key] = run
-            return run(*plain_args, backend)
+                plans[key] = plan
+            return plan[0](*plain_args, backend)
 
     def fake(*args: Any) -> Any:
         *plain_args, _ = _with_backend(op, args)
@@ -95,9 +100,22 @@ def register(op: Op) -> Callable[..., Any]:
         needs_grad = _is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in plain_args
         )
+        if needs_grad and mutates:
+            raise RuntimeError(
+                f"{op.name}: autograd cannot follow this write. Call "
+                f"tilewright.{op.public_name}(..., inplace=True), which it can."
+            )
         if needs_grad or forward_ad._current_level >= 0:
-            return function.apply(below, *plain_args, backend)
-        return below(*plain_args, backend)
+            if _transforms() is not None:
+                raise RuntimeError(
+                    f"{op.name}: torch.func transforms (grad, vjp, jvp, ...) are not implemented. "
+                    "Use torch.autograd, or torch's own function."
+                )
+            return function.apply(below, *plain_args[:tensors], (*plain_args[tensors:], backend))
+        result = below(*plain_args, backend)
+        if mutates:
+            _bump_versions(plain_args[:tensors])
+        return result
 
     LIBRARY.impl(op.name, kernel, "CUDA")
     LIBRARY.impl(op.name, kernel, "CPU")
@@ -114,9 +132,16 @@ def register(op: Op) -> Callable[..., Any]:
         op.check(*args[:-1])
         return operator(*args)
 
-    call = _caller(tensors, plans, slow, operator, function)
+    call = _caller(op, plans, slow, operator, function)
     calls[op.name] = call
     return call
+
+
+def _bump_versions(tensors: list[Any]) -> None:
+    """A kernel writes unseen by torch: tell autograd that the tensors changed."""
+    for t in tensors:
+        if not t.is_inference():
+            torch.autograd.graph.increment_version(t)
 
 
 class Captured(Exception):
@@ -157,8 +182,8 @@ def _refuse_cold_capture(op: Op, args: list[Any]) -> None:
 
 
 def _caller(
-    tensors: int,
-    plans: dict[Any, Callable[..., Any]],
+    op: Op,
+    plans: dict[Any, tuple[Any, ...]],
     slow: Callable[..., Any],
     operator: Any,
     function: type[torch.autograd.Function],
@@ -166,13 +191,17 @@ def _caller(
     """`call(*args)` for ops whose first one, two or more arguments are tensors.
 
     The short way is taken when nothing stands between the call and its kernel: no tensor subclass,
-    no function or dispatch mode, no autocast, no functional transform, no forward AD, no tracing,
-    nobody explaining or poisoning. The tests and the key are written out in `one` and `two`: a
-    Python call costs 0.2 us on the host of an H200 (2026-11), and the whole budget is about ten.
-    The C-level apply skips the Python wrapper that looks for functional transforms: these have.
+    no function or dispatch mode, no autocast (where the op has a rule for it), no functional
+    transform (a wrapped tensor has no address, or address 0), no forward AD, no tracing, nobody
+    explaining or poisoning. The tests and the key are written out, and `one` launches by itself
+    where a plan allows it: a Python call costs 0.2 us on the host of an H200 (2026-11), and torch's
+    own softmax takes seven in all. The C-level apply skips the Python wrapper that looks for
+    functional transforms: these have.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    tensors = op.tensor_count
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
+    autocast = _autocast if op.autocast is not None else _never
 
     def one(x: torch.Tensor, *rest: Any) -> Any:
         if _is_compiling():
@@ -180,30 +209,27 @@ def _caller(
         if x.__class__ in ordinary and not (
             _function_modes()
             or _dispatch_modes()
-            or _autocast()
+            or autocast()
             or forward_ad._current_level >= 0
             or capturing
             or guards
-            or _transforms() is not None
         ):
             try:
-                order = x.is_contiguous() or (x.stride(), x.is_neg())
-                key = (
-                    x.shape,
-                    order,
-                    x.dtype,
-                    x.data_ptr() & 15,
-                    x.get_device(),
-                    rest,
-                    _override(),
-                )
-                run = find(key)
-            except RuntimeError:  # no storage, as sparse tensors: `slow` says so in our words
-                run = None
-            if run is not None:
+                address, device = x.data_ptr(), x.get_device()
+                order = (x.is_contiguous() and not x.is_neg()) or (x.stride(), x.is_neg())
+                key = (x.shape, order, x.dtype, address & 15, device, rest, _override())
+                plan = find(key) if address else None
+            except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
+                plan = None
+            if plan is not None:
+                run, makes, on_stream, launcher, tail, entering, leaving = plan
                 if x.requires_grad and _is_grad_enabled():
-                    return apply(run, x, *rest)
-                return run(x, *rest)
+                    return apply(run, x, rest) if _transforms() is None else slow(x, *rest)
+                if makes is None or entering or leaving:
+                    return run(x, *rest)
+                y = makes()
+                (on_stream(_stream(device)) or launcher())(y.data_ptr(), address, *tail)  # type: ignore[misc]
+                return y
         return slow(x, *rest)
 
     def two(x: torch.Tensor, y: torch.Tensor | None, *rest: Any) -> Any:
@@ -215,23 +241,24 @@ def _caller(
             and not (
                 _function_modes()
                 or _dispatch_modes()
-                or _autocast()
+                or autocast()
                 or forward_ad._current_level >= 0
                 or capturing
                 or guards
-                or _transforms() is not None
             )
         ):
             try:
-                order = x.is_contiguous() or (x.stride(), x.is_neg())
-                layout = (x.shape, order, x.dtype, x.data_ptr() & 15, x.get_device())
-                run = find((*layout, layout_key(y), rest, _override()))
+                order = (x.is_contiguous() and not x.is_neg()) or (x.stride(), x.is_neg())
+                address = x.data_ptr()
+                layout = (x.shape, order, x.dtype, address & 15, x.get_device())
+                plan = find((*layout, layout_key(y), rest, _override())) if address else None
             except RuntimeError:
-                run = None
-            if run is not None:
+                plan = None
+            if plan is not None:
                 if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
-                    return apply(run, x, y, *rest)
-                return run(x, y, *rest)
+                    transformed = _transforms() is not None
+                    return slow(x, y, *rest) if transformed else apply(plan[0], x, y, rest)
+                return plan[0](x, y, *rest)
         return slow(x, y, *rest)
 
     def many(*args: Any) -> Any:
@@ -241,23 +268,27 @@ def _caller(
         if all(t is None or t.__class__ in ordinary for t in leading) and not (
             _function_modes()
             or _dispatch_modes()
-            or _autocast()
+            or autocast()
             or forward_ad._current_level >= 0
             or capturing
             or guards
             or _transforms() is not None
         ):
             try:
-                run = find(_key(leading, args[tensors:]))
+                plan = find(_key(leading, args[tensors:]))
             except RuntimeError:
-                run = None
-            if run is not None:
+                plan = None
+            if plan is not None:
                 if _is_grad_enabled() and any(t is not None and t.requires_grad for t in leading):
-                    return apply(run, *args)
-                return run(*args)
+                    return apply(plan[0], *leading, args[tensors:])
+                return plan[0](*args)
         return slow(*args)
 
     return {1: one, 2: two}.get(tensors, many)
+
+
+def _never() -> bool:
+    return False
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
@@ -268,38 +299,51 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
     places = op.kept_places if rule is not None else ()
     saves_output = places == ((False, 0),) and not many_outputs
 
+    def forward_one(ctx: Any, run: Callable[..., Any], x: Any, rest: Args) -> Any:
+        """One tensor in, one out, which is what the backward wants: the short form of `forward`."""
+        output = run(x, *rest)
+        ctx.save_for_backward(output)
+        ctx.dtype, ctx.rest = x.dtype, rest
+        if _override() is not None:
+            ctx.rest = with_override(rest)
+        return output
+
     def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
-        outputs = run(*args)
-        if saves_output:
-            ctx.save_for_backward(outputs)
-        elif rule is not None:
+        *given, rest = args
+        outputs = run(*given, *rest)
+        if rule is not None:
             results = outputs if many_outputs else (outputs,)
-            ctx.save_for_backward(*[args[i] if given else results[i] for given, i in places])
-        ctx.rest = (args[0].dtype, *args[tensors:])
-        if _override() is not None:  # autograd's threads do not see this thread's use_backend
-            ctx.rest = (*ctx.rest[:-1], args[-1] or dispatch.requested(op, None)[0])
+            ctx.save_for_backward(*[given[i] if ours else results[i] for ours, i in places])
+        ctx.dtype, ctx.rest = given[0].dtype, rest
+        if _override() is not None:
+            ctx.rest = with_override(rest)
         if many_outputs:
             ctx.set_materialize_grads(False)
             ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
         return outputs
 
+    def with_override(rest: Args) -> Args:
+        """Autograd's threads do not see this thread's use_backend: take its word along."""
+        return (*rest[:-1], rest[-1] or dispatch.requested(op, None)[0])
+
     def backward(ctx: Any, *grads: Any) -> Any:
         if rule is None:
             raise RuntimeError(
-                f"{op.name}: double backward is not implemented. Differentiate twice through "
-                f'backend="torch" in float64, or through torch\'s own function.'
+                f"{op.name}: double backward is not implemented. "
+                "Differentiate twice through torch's own function."
             )
         if many_outputs and grads[0] is None:
             shape, dtype, device = ctx.like[0]
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
-        dtype, *rest, wanted = ctx.rest
-        needs = dict(zip(arguments, ctx.needs_input_grad[1:], strict=False))
-        saved = rule.saved(ctx.saved_tensors, dtype, tuple(rest), needs)
+        *rest, wanted = ctx.rest
+        needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[1:], strict=False))
+        saved = rule.saved(ctx.saved_tensors, ctx.dtype, tuple(rest), needs)
         twin = wanted if wanted and rule.op.backend(wanted) else None
         results = calls[rule.op.name](*grads, *saved, twin)
         results = results if isinstance(results, tuple) else (results,)
         by_name = {n: r for names, r in zip(rule.gradients, results, strict=True) for n in names}
-        return (None, *(by_name.get(n) if needs[n] else None for n in arguments), None)
+        wanted_grads = (by_name.get(n) if need else None for n, need in needs.items())
+        return (None, *wanted_grads, None)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
@@ -307,7 +351,7 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         )
 
     body = {
-        "forward": staticmethod(forward),
+        "forward": staticmethod(forward_one if saves_output and tensors == 1 else forward),
         "backward": staticmethod(backward),
         "jvp": staticmethod(jvp),
     }

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,6 +104,21 @@ def _pointer(tensor: torch.Tensor | torch.dtype | None, aligned: bool) -> Pointe
     if tensor is None:
         return None
     return Pointer(tensor if isinstance(tensor, torch.dtype) else tensor.dtype, aligned)
+
+
+class Shot(NamedTuple):
+    """A bound kernel with one input, in parts, for the caller that cannot afford one more call.
+
+    `library` allocates with `makes`, takes the launcher of the current stream from `on_stream` or
+    from `launcher`, and calls it with the two addresses and `tail`, unless a hook is set.
+    """
+
+    makes: Callable[[], torch.Tensor]
+    on_stream: Callable[[int], Any]
+    launcher: Callable[[], Any]
+    tail: tuple[Any, ...]
+    entering: Any
+    leaving: Any
 
 
 def _is_gluon(kernel: Any) -> bool:
@@ -188,12 +203,12 @@ def _direct_caller(
             found = on_stream[number] = partial(launch, *grid, number, *head)
         return found
 
-    runtime, enter, enter_calls, leave_calls = _hooks()
+    entering, leaving = _hooks()
     with_hooks = compiled[grid]
     find = on_stream.get
 
     def many(*tensors: Any) -> None:
-        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
+        if entering or leaving:
             with_hooks(*tensors, *tail)
         else:
             launcher()(*[None if t is None else t.data_ptr() for t in tensors], *tail)
@@ -204,7 +219,7 @@ def _direct_caller(
     # Spelled out for one and two inputs: each Python call costs 0.2 us of the 10 we have.
     def from_one(a: Any, *_: Any) -> torch.Tensor:
         made = makes()
-        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
+        if entering or leaving:
             with_hooks(made, a, *tail)
         else:
             (find(stream(index)) or launcher())(made.data_ptr(), a.data_ptr(), *tail)
@@ -212,13 +227,14 @@ def _direct_caller(
 
     def from_two(a: Any, b: Any, *_: Any) -> torch.Tensor:
         made = makes()
-        if enter_calls or leave_calls or runtime.launch_enter_hook is not enter:
+        if entering or leaving:
             with_hooks(made, a, b, *tail)
         else:
             second = None if b is None else b.data_ptr()
             (find(stream(index)) or launcher())(made.data_ptr(), a.data_ptr(), second, *tail)
         return made
 
+    from_one.shot = Shot(makes, find, launcher, tail, entering, leaving)  # type: ignore[attr-defined]
     spelled_out: dict[int, Run] = {2: from_one, 3: from_two}
     return spelled_out.get(pointers) or _making(many, makes, pointers - 1)
 
@@ -240,16 +256,13 @@ def route() -> str:
 
 
 @lru_cache(maxsize=1)
-def _hooks() -> tuple[Any, Any, Any, Any]:
-    """(knobs.runtime, its enter hook, the lists of calls on entering and on leaving a launch).
-
-    A hook is set when a list is not empty, or when somebody has put another object in its place.
-    """
+def _hooks() -> tuple[Any, Any]:
+    """The lists behind Triton's launch hooks: what to call on entering and on leaving a launch."""
     from triton import knobs
 
     runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return runtime, enter, getattr(enter, "calls", enter), getattr(leave, "calls", leave)
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return getattr(hooks[0], "calls", hooks[0]), getattr(hooks[1], "calls", hooks[1])
 
 
 def programs(total: int, each: int) -> int:

@@ -35,8 +35,9 @@ def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
     if torch.compiler.is_compiling() or differentiated:
         # copy_ is what autograd and torch.compile know how to functionalise
         return input.copy_(_relu(input, backend))
+    version = None if input.is_inference() else input._version
     _relu_(input, backend)
-    if not input.is_inference():
+    if version is not None and input._version == version:  # the short way has not told autograd
         torch.autograd.graph.increment_version(input)
     return input
 

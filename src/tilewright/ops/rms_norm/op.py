@@ -74,8 +74,8 @@ def rms_norm(
 
 
 def _sizes(normalized_shape: Any) -> tuple[int, ...]:
-    if isinstance(normalized_shape, int):
-        return (normalized_shape,)
+    if isinstance(normalized_shape, (int, torch.SymInt)):
+        return (normalized_shape,)  # type: ignore[return-value]
     if not isinstance(normalized_shape, Sequence):
         got = f"is a {type(normalized_shape).__name__}"
         fix = "Pass input.shape[-1:] for a norm over the last dim."
