@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright import ops
+from tilewright import library, ops
 from tilewright.toolkit import memory, tiles
 from tilewright.toolkit.rows import (
     VECTOR_BYTES,
@@ -319,7 +319,7 @@ def _planted(fault: str) -> Callable[..., torch.Tensor]:
     ],
 )
 def test_verify_catches_what_is_planted(fault: str, says: str, monkeypatch: Any) -> None:
-    monkeypatch.setitem(compare.calls, "relu", _planted(fault))
+    monkeypatch.setitem(library.calls, "relu", _planted(fault))
     args = (torch.arange(1.0, 17.0).view(4, 4),)
     verdict, _ = compare.forward(ops.registry()["relu"], args, "planted", interpreted=False)
     assert verdict.passed == (fault == "")

@@ -29,6 +29,7 @@ VARIABLE = "TILEWRIGHT_BACKEND"
 
 # None, or ((op name or "*", backend name), ...): hashable, because it is part of every plan's key
 Override = tuple[tuple[str, str], ...]
+overriding: list[None] = []  # one entry per open use_backend block, in whatever thread
 override: ContextVar[Override | None] = ContextVar("tilewright_backend", default=None)
 
 
@@ -66,9 +67,11 @@ def use_backend(name: str | None = None, **by_op: str) -> Iterator[None]:
             raise InputError(f"use_backend: op is {op!r}; it must be one of {names}.{hint}")
     pairs = tuple(by_op.items()) + ((("*", name),) if name else ())
     token = override.set(pairs + (override.get() or ()))
+    overriding.append(None)
     try:
         yield
     finally:
+        overriding.pop()
         override.reset(token)
 
 

@@ -9,7 +9,7 @@ torch.ops, so torch.compile, export, functional transforms and subclasses see an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
@@ -35,24 +35,35 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 _is_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo traces us, else False
 _is_grad_enabled = torch.is_grad_enabled
-_override = dispatch.override.get
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-calls: dict[str, Callable[..., Any]] = {}  # every registered op's `call(*args, backend)`, by name
+# every registered op's caller by name: `calls[name](*tensors, rest)`, where rest is a tuple of the
+# arguments that are no tensors and, last, the backend asked for
+calls: dict[str, Callable[..., Any]] = {}
 # explain() listens here, by thread; while anybody does, no call takes the short way
 capturing: dict[int, list[tuple[Op, Args]]] = {}
 
 
 def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What a kernel's binary and launch depend on, for one tensor."""
+    """What a kernel's binary and launch depend on, for one tensor.
+
+    A negated view (conj().imag) is left to the dispatcher, which resolves it. It is contiguous only
+    if it has one element, and such a call gets no plan: asking each tensor would cost 0.1 us.
+    """
     if t is None:
         return None
-    order = (t.is_contiguous() and not t.is_neg()) or (t.stride(), t.is_neg())
+    order = t.is_contiguous() or (t.stride(), t.is_neg())
     return (t.shape, order, t.dtype, t.data_ptr() & 15, t.get_device())
 
 
+def call(op: Op, args: Sequence[Any], backend: str | None) -> Any:
+    """Call a registered op with its own arguments, as its public function would."""
+    count = op.tensor_count
+    return calls[op.name](*args[:count], (*args[count:], backend))
+
+
 def register(op: Op) -> Callable[..., Any]:
-    """Define the operator and return the function that calls it: `call(*args, backend)`."""
+    """Define the operator and return the function that calls it: `call(*tensors, rest)`."""
     dispatch.declare(op)
     signature, _, result = op.schema.partition(") ->")
     LIBRARY.define(
@@ -69,15 +80,17 @@ def register(op: Op) -> Callable[..., Any]:
         key = _key(args[:tensors], (*plain_args[tensors:], backend))
         index = args[0].get_device()
         with torch.cuda.device(index) if index >= 0 else nullcontext():
-            if index < 0 or memory.guards:
+            if index < 0 or memory.guards or args[0].numel() <= 1:
                 # Buffers of a poisoned call must not outlive it in a plan; and a key cannot tell a
                 # CPU tensor from a meta tensor, so only CUDA tensors have plans.
                 return dispatch.prepare(op, tuple(plain_args), backend)(*plain_args, backend)
-            plan = plans.get(key)
+            plan = plans.get(key) if not dispatch.overriding else None
             if plan is None:
                 _refuse_cold_capture(op, plain_args)
                 run = _on_device(dispatch.prepare(op, tuple(plain_args), backend), index)
                 plan = (run, *getattr(run, "shot", NO_SHOT))
+                if dispatch.overriding:
+                    return run(*plain_args, backend)
                 while len(plans) >= MAX_PLANS:
                     plans.pop(next(iter(plans)), None)
                 plans[key] = plan
@@ -111,7 +124,11 @@ def register(op: Op) -> Callable[..., Any]:
                     f"{op.name}: torch.func transforms (grad, vjp, jvp, ...) are not implemented. "
                     "Use torch.autograd, or torch's own function."
                 )
-            return function.apply(below, *plain_args[:tensors], (*plain_args[tensors:], backend))
+            if dispatch.overriding:  # autograd's threads do not see this thread's use_backend
+                backend = dispatch.requested(op, backend)[0]
+            return function.apply(
+                (below, *NO_SHOT), *plain_args[:tensors], (*plain_args[tensors:], backend)
+            )
         result = below(*plain_args, backend)
         if mutates:
             _bump_versions(plain_args[:tensors])
@@ -124,7 +141,8 @@ def register(op: Op) -> Callable[..., Any]:
     if op.autocast is not None:
         _register_autocast(op, operator)
 
-    def slow(*args: Any) -> Any:
+    def slow(*given: Any) -> Any:
+        args = (*given[:-1], *given[-1])
         listener = capturing.get(get_ident()) if capturing else None
         if listener is not None:
             listener.append((op, args))
@@ -132,9 +150,8 @@ def register(op: Op) -> Callable[..., Any]:
         op.check(*args[:-1])
         return operator(*args)
 
-    call = _caller(op, plans, slow, operator, function)
-    calls[op.name] = call
-    return call
+    calls[op.name] = _caller(op, plans, slow, operator, function)
+    return calls[op.name]
 
 
 def _bump_versions(tensors: list[Any]) -> None:
@@ -148,9 +165,9 @@ class Captured(Exception):
     """Raised through a public function whose registered call `explain` wanted to see."""
 
 
-def _key(tensors: Args, rest: Args) -> tuple[Any, ...]:
+def _key(tensors: Sequence[Any], rest: Args) -> tuple[Any, ...]:
     first, *others = map(layout_key, tensors)
-    return (*first, *others, rest, _override())  # type: ignore[misc]
+    return (*first, *others, rest)  # type: ignore[misc]
 
 
 def _on_device(run: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -188,22 +205,22 @@ def _caller(
     operator: Any,
     function: type[torch.autograd.Function],
 ) -> Callable[..., Any]:
-    """`call(*args)` for ops whose first one, two or more arguments are tensors.
+    """`call(*tensors, rest)` for ops whose first one, two or more arguments are tensors.
 
     The short way is taken when nothing stands between the call and its kernel: no tensor subclass,
-    no function or dispatch mode, no autocast (where the op has a rule for it), no functional
-    transform (a wrapped tensor has no address, or address 0), no forward AD, no tracing, nobody
-    explaining or poisoning. The tests and the key are written out, and `one` launches by itself
-    where a plan allows it: a Python call costs 0.2 us on the host of an H200 (2026-11), and torch's
-    own softmax takes seven in all. The C-level apply skips the Python wrapper that looks for
-    functional transforms: these have.
+    no function or dispatch mode, no use_backend, no autocast (where the op has a rule for it), no
+    functional transform (a wrapped tensor has no address, or address 0), no forward AD, no tracing,
+    nobody explaining or poisoning. The tests and the key are written out, and `one` launches by
+    itself where a plan allows it: a Python call costs 0.2 us on the host of an H200 (2026-11), and
+    torch's own softmax takes seven in all. The C-level apply skips the Python wrapper that looks
+    for functional transforms: these have.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    tensors = op.tensor_count
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
+    overriding = dispatch.overriding
     autocast = _autocast if op.autocast is not None else _never
 
-    def one(x: torch.Tensor, *rest: Any) -> Any:
+    def one(x: torch.Tensor, rest: Args) -> Any:
         if _is_compiling():
             return operator(x, *rest)
         if x.__class__ in ordinary and not (
@@ -211,28 +228,28 @@ def _caller(
             or _dispatch_modes()
             or autocast()
             or forward_ad._current_level >= 0
+            or overriding
             or capturing
             or guards
         ):
             try:
                 address, device = x.data_ptr(), x.get_device()
-                order = (x.is_contiguous() and not x.is_neg()) or (x.stride(), x.is_neg())
-                key = (x.shape, order, x.dtype, address & 15, device, rest, _override())
-                plan = find(key) if address else None
+                order = x.is_contiguous() or (x.stride(), x.is_neg())
+                plan = find((x.shape, order, x.dtype, address & 15, device, rest))
             except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
                 plan = None
-            if plan is not None:
+            if plan is not None and address:
                 run, makes, on_stream, launcher, tail, entering, leaving = plan
                 if x.requires_grad and _is_grad_enabled():
-                    return apply(run, x, rest) if _transforms() is None else slow(x, *rest)
+                    return apply(plan, x, rest) if _transforms() is None else slow(x, rest)
                 if makes is None or entering or leaving:
                     return run(x, *rest)
                 y = makes()
-                (on_stream(_stream(device)) or launcher())(y.data_ptr(), address, *tail)  # type: ignore[misc]
+                (on_stream(_stream(device)) or launcher())(y.data_ptr(), address, *tail)
                 return y
-        return slow(x, *rest)
+        return slow(x, rest)
 
-    def two(x: torch.Tensor, y: torch.Tensor | None, *rest: Any) -> Any:
+    def two(x: torch.Tensor, y: torch.Tensor | None, rest: Args) -> Any:
         if _is_compiling():
             return operator(x, y, *rest)
         if (
@@ -243,48 +260,50 @@ def _caller(
                 or _dispatch_modes()
                 or autocast()
                 or forward_ad._current_level >= 0
+                or overriding
                 or capturing
                 or guards
             )
         ):
             try:
-                order = (x.is_contiguous() and not x.is_neg()) or (x.stride(), x.is_neg())
                 address = x.data_ptr()
+                order = x.is_contiguous() or (x.stride(), x.is_neg())
                 layout = (x.shape, order, x.dtype, address & 15, x.get_device())
-                plan = find((*layout, layout_key(y), rest, _override())) if address else None
+                plan = find((*layout, layout_key(y), rest))
             except RuntimeError:
                 plan = None
-            if plan is not None:
+            if plan is not None and address:
                 if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
-                    transformed = _transforms() is not None
-                    return slow(x, y, *rest) if transformed else apply(plan[0], x, y, rest)
+                    return apply(plan, x, y, rest) if _transforms() is None else slow(x, y, rest)
                 return plan[0](x, y, *rest)
-        return slow(x, y, *rest)
+        return slow(x, y, rest)
 
     def many(*args: Any) -> Any:
+        *leading, rest = args
         if _is_compiling():
-            return operator(*args)
-        leading = args[:tensors]
+            return operator(*leading, *rest)
         if all(t is None or t.__class__ in ordinary for t in leading) and not (
             _function_modes()
             or _dispatch_modes()
             or autocast()
             or forward_ad._current_level >= 0
+            or overriding
             or capturing
             or guards
             or _transforms() is not None
         ):
             try:
-                plan = find(_key(leading, args[tensors:]))
+                plan = find(_key(leading, rest))
             except RuntimeError:
                 plan = None
             if plan is not None:
                 if _is_grad_enabled() and any(t is not None and t.requires_grad for t in leading):
-                    return apply(plan[0], *leading, args[tensors:])
-                return plan[0](*args)
+                    return apply(plan, *args)
+                return plan[0](*leading, *rest)
         return slow(*args)
 
-    return {1: one, 2: two}.get(tensors, many)
+    by_tensors: dict[int, Callable[..., Any]] = {1: one, 2: two}
+    return by_tensors.get(op.tensor_count, many)
 
 
 def _never() -> bool:
@@ -292,39 +311,37 @@ def _never() -> bool:
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """One autograd.Function per op: `apply(run, *args, backend)`, `run` the forward below it."""
+    """One autograd.Function per op: `apply(plan, *tensors, rest)`, `plan` the forward below it."""
     rule = op.autograd
     many_outputs = "," in op.schema.partition("->")[2]
     arguments, tensors = op.arguments, op.tensor_count
     places = op.kept_places if rule is not None else ()
     saves_output = places == ((False, 0),) and not many_outputs
 
-    def forward_one(ctx: Any, run: Callable[..., Any], x: Any, rest: Args) -> Any:
+    def forward_one(ctx: Any, plan: tuple[Any, ...], x: Any, rest: Args) -> Any:
         """One tensor in, one out, which is what the backward wants: the short form of `forward`."""
-        output = run(x, *rest)
-        ctx.save_for_backward(output)
+        run, makes, on_stream, launcher, tail, entering, leaving = plan
+        if makes is None or entering or leaving:
+            y = run(x, *rest)
+        else:
+            y = makes()
+            launch = on_stream(_stream(x.get_device())) or launcher()
+            launch(y.data_ptr(), x.data_ptr(), *tail)
+        ctx.save_for_backward(y)
         ctx.dtype, ctx.rest = x.dtype, rest
-        if _override() is not None:
-            ctx.rest = with_override(rest)
-        return output
+        return y
 
-    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+    def forward(ctx: Any, plan: tuple[Any, ...], *args: Any) -> Any:
         *given, rest = args
-        outputs = run(*given, *rest)
+        outputs = plan[0](*given, *rest)
         if rule is not None:
             results = outputs if many_outputs else (outputs,)
             ctx.save_for_backward(*[given[i] if ours else results[i] for ours, i in places])
         ctx.dtype, ctx.rest = given[0].dtype, rest
-        if _override() is not None:
-            ctx.rest = with_override(rest)
         if many_outputs:
             ctx.set_materialize_grads(False)
             ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
         return outputs
-
-    def with_override(rest: Args) -> Args:
-        """Autograd's threads do not see this thread's use_backend: take its word along."""
-        return (*rest[:-1], rest[-1] or dispatch.requested(op, None)[0])
 
     def backward(ctx: Any, *grads: Any) -> Any:
         if rule is None:
@@ -339,7 +356,7 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[1:], strict=False))
         saved = rule.saved(ctx.saved_tensors, ctx.dtype, tuple(rest), needs)
         twin = wanted if wanted and rule.op.backend(wanted) else None
-        results = calls[rule.op.name](*grads, *saved, twin)
+        results = call(rule.op, (*grads, *saved), twin)
         results = results if isinstance(results, tuple) else (results,)
         by_name = {n: r for names, r in zip(rule.gradients, results, strict=True) for n in names}
         wanted_grads = (by_name.get(n) if need else None for n, need in needs.items())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright.library import calls
+from tilewright.library import call
 from tilewright.spec import Args, Op, Rounding, as_tuple, on_meta
 from tilewright.toolkit import memory
 
@@ -106,7 +106,7 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
     """Run the op in poisoned memory and judge every output. Returns the outputs too."""
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     with memory.guarded() as guard, torch.no_grad():
-        got = as_tuple(calls[op.name](*args, backend))
+        got = as_tuple(call(op, args, backend))
     faults = guard.faults()
     if faults:
         return Verdict(message=faults[0]), got
@@ -122,7 +122,7 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
         # the first of these makes the plan, the second takes the short way
         for _ in range(2):
             with torch.no_grad():
-                if not same_bits(as_tuple(calls[op.name](*args, backend)), got):
+                if not same_bits(as_tuple(call(op, args, backend)), got):
                     return Verdict(message="the short way gives other bits"), got
     wide = in_float64(args)
     wanted = as_tuple(op.reference(*wide))
@@ -148,7 +148,7 @@ def backward(
     for i in places:
         leaves[i] = args[i].detach().requires_grad_()
     with memory.guarded() as guard:
-        outputs = as_tuple(calls[op.name](*leaves, backend))
+        outputs = as_tuple(call(op, leaves, backend))
         grads = grads or random_like(outputs, seed)
         before = [g.clone() for g in grads]
         got = torch.autograd.grad(outputs, [leaves[i] for i in places], grads)

@@ -26,7 +26,7 @@ def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = No
     """
     if inplace:
         return _in_place(input, backend)
-    return _relu(input, backend)  # type: ignore[no-any-return]
+    return _relu(input, (backend,))  # type: ignore[no-any-return]
 
 
 def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
@@ -34,9 +34,9 @@ def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
     differentiated = torch.is_grad_enabled() and input.requires_grad
     if torch.compiler.is_compiling() or differentiated:
         # copy_ is what autograd and torch.compile know how to functionalise
-        return input.copy_(_relu(input, backend))
+        return input.copy_(_relu(input, (backend,)))
     version = None if input.is_inference() else input._version
-    _relu_(input, backend)
+    _relu_(input, (backend,))
     if version is not None and input._version == version:  # the short way has not told autograd
         torch.autograd.graph.increment_version(input)
     return input

@@ -69,8 +69,8 @@ def rms_norm(
     if not input.dim() or normalized_shape[0] != input.size(-1):  # type: ignore[index]
         raise _wrong_shape(input, normalized_shape)
     if residual is None:
-        return _rms_norm(input, weight, eps, weight_offset, casting, backend)
-    return _add_rms_norm(input, residual, weight, eps, weight_offset, casting, backend)
+        return _rms_norm(input, weight, (eps, weight_offset, casting, backend))
+    return _add_rms_norm(input, residual, weight, (eps, weight_offset, casting, backend))
 
 
 def _sizes(normalized_shape: Any) -> tuple[int, ...]:
@@ -107,8 +107,9 @@ def _over_several_dims(
         residual = residual.reshape(*residual.shape[: -len(shape)], math.prod(shape))
     flat = input.reshape(*input.shape[: -len(shape)], math.prod(shape))
     if residual is None:
-        return _rms_norm(flat, weight, eps, weight_offset, casting, backend).view(input.shape)
-    y, total = _add_rms_norm(flat, residual, weight, eps, weight_offset, casting, backend)
+        y = _rms_norm(flat, weight, (eps, weight_offset, casting, backend))
+        return y.view(input.shape)
+    y, total = _add_rms_norm(flat, residual, weight, (eps, weight_offset, casting, backend))
     return y.view(input.shape), total.view(input.shape)
 
 

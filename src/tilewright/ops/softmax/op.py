@@ -39,7 +39,7 @@ def softmax(
         checks.tensor("softmax", "input", input)
         if isinstance(dtype, torch.dtype) and dtype != input.dtype and dtype.is_floating_point:
             input = input.to(dtype)
-    return _softmax(input, dim, dtype, backend)  # type: ignore[no-any-return]
+    return _softmax(input, (dim, dtype, backend))  # type: ignore[no-any-return]
 
 
 def check(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:

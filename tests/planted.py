@@ -1,0 +1,255 @@
+"""Bugs that were planted on purpose: each must make `tilewright verify` fail on a CPU.
+
+A harness that passes everything passes bugs too. Each entry is one mistake that somebody could make
+(most of them somebody has made, in another library), as a replacement in one file of a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RELU = "ops/relu/triton_impl.py"
+SOFTMAX = "ops/softmax/triton_impl.py"
+RMS_NORM = "ops/rms_norm/triton_impl.py"
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What `verify` is asked to run."""
+
+    op: str
+    only: tuple[str, ...]
+    cases: int = 1  # of the seeded checks
+    seed: int = 0
+
+    @property
+    def words(self) -> list[str]:
+        only = [word for name in self.only for word in ("--only", name)]
+        return [self.op, *only, "--cases", str(self.cases), "--seed", str(self.seed)]
+
+    def __str__(self) -> str:
+        return " ".join(self.words).replace("--", "")
+
+
+@dataclass(frozen=True)
+class Planted:
+    name: str
+    checks: Checks
+    file: str  # under src/tilewright
+    find: str
+    replace: str
+    times: int = 1  # how often `find` occurs; all are replaced
+    raises: bool = False  # caught as an exception of the op, not as a wrong result
+
+
+RELU_RANDOM = Checks("relu", ("random",), 8)
+SOFTMAX_RANDOM = Checks("softmax", ("random",), 20)
+NORM_RANDOM = Checks("rms_norm", ("random",), 12)
+ADD_RANDOM = Checks("add_rms_norm", ("random",), 8)
+
+PLANTED = (
+    # --- relu -----------------------------------------------------------------------------------
+    Planted(
+        "a tile stores one column too many", RELU_RANDOM, RELU,
+        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
+    ),
+    Planted(
+        "a tile stores one row too many", RELU_RANDOM, RELU,
+        "(row < row_count) & (column < n)", "(row <= row_count) & (column < n)",
+    ),
+    Planted(
+        "the last column of a tile is left out", RELU_RANDOM, RELU,
+        "(row < row_count) & (column < n)", "(row < row_count) & (column < n - 1)",
+    ),
+    Planted(
+        "the gradient passes where the output is zero", RELU_RANDOM, RELU,
+        "dx = tl.where(y <= 0.0, 0.0, g)", "dx = tl.where(y < 0.0, 0.0, g)",
+    ),
+    Planted(
+        "the input is modified", RELU_RANDOM, RELU,
+        "    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=inside)",
+        "    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=inside)\n"
+        "    tl.store(x_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)",
+    ),
+    Planted(
+        "a NaN is cleaned", Checks("relu", ("nan",)), RELU,
+        "y = tl.where(x <= 0.0, 0.0, x)", "y = tl.where(x > 0.0, x, 0.0)",
+    ),
+    Planted(
+        "the gradient is read with the output's strides", Checks("relu", ("layouts",)), RELU,
+        "row_start(row, g_inner, g_outer_stride, g_inner_stride, VEC)",
+        "row_start(row, inner, outer_stride, inner_stride, VEC)",
+    ),
+    Planted(
+        "an overlapping tensor is written in place", Checks("relu", ("errors",)),
+        "ops/relu/op.py",
+        'checks.no_overlap("relu", "input", input)', "pass",
+    ),
+    Planted(
+        "an error message lost its fix", Checks("relu", ("errors",)), "checks.py",
+        'f"Convert it: {name}.float()."', '""',
+    ),
+    # --- softmax --------------------------------------------------------------------------------
+    Planted(
+        "a row reads and writes one column too many", SOFTMAX_RANDOM, SOFTMAX,
+        "inside = (row < row_count)[:, None] & (column < n)",
+        "inside = (row < row_count)[:, None] & (column <= n)", times=2,
+    ),
+    Planted(
+        "no maximum is subtracted", SOFTMAX_RANDOM, SOFTMAX,
+        "e = tl.exp(x - tl.max(x, 1)[:, None])", "e = tl.exp(x)",
+    ),
+    Planted(
+        "the running sum is not rescaled", SOFTMAX_RANDOM, SOFTMAX,
+        "s = s * tl.exp(m - shift) + ", "s = s + ",
+    ),
+    Planted(
+        "a chunk of -inf makes a NaN", Checks("softmax", ("cases",)), SOFTMAX,
+        'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new",
+    ),
+    Planted(
+        "the last chunk of a wide row is skipped", SOFTMAX_RANDOM, SOFTMAX,
+        "y_row = y_ptr + row.to(tl.int64) * n\n    for start in range(0, n, BLOCK):",
+        "y_row = y_ptr + row.to(tl.int64) * n\n    for start in range(0, n - BLOCK, BLOCK):",
+    ),
+    Planted(
+        "the masked tail counts as zeros", SOFTMAX_RANDOM, SOFTMAX,
+        'x = tl.load(x_ptr + at[:, None] + column, mask=inside, other=float("-inf"))',
+        "x = tl.load(x_ptr + at[:, None] + column, mask=inside, other=0.0)",
+    ),
+    Planted(
+        "the backward leaves out the dot product", SOFTMAX_RANDOM, SOFTMAX,
+        "dx = y * (g - tl.sum(g * y, 1)[:, None])", "dx = y * g",
+    ),
+    Planted(
+        "the gradient of a column kernel is read with the output's strides",
+        Checks("softmax", ("layouts",)), SOFTMAX,
+        "at * g_n_stride", "at * n_stride", times=2,
+    ),
+    Planted(
+        "the gradient of a row kernel is read with the output's strides",
+        Checks("softmax", ("layouts",)), SOFTMAX,
+        "g_at = row_start(row, g_inner, g_outer_stride, g_inner_stride, VEC)",
+        "g_at = row_start(row, inner, outer_stride, inner_stride, VEC)",
+    ),
+    Planted(
+        "row offsets are 32-bit", Checks("softmax", ("offsets",)), "toolkit/triton_lib.py",
+        ".to(tl.int64)", "", times=2,
+    ),
+    Planted(
+        "column offsets are 32-bit", Checks("softmax", ("offsets",)), SOFTMAX,
+        "x_slice + at.to(tl.int64) * n_stride", "x_slice + at * n_stride", times=2,
+    ),
+    Planted(
+        "dim out of range is not refused", Checks("softmax", ("errors",)), "ops/softmax/op.py",
+        "if not -input.dim() <= dim < input.dim():", "if False:",
+    ),
+    # --- rms_norm -------------------------------------------------------------------------------
+    Planted(
+        "the weight's offset is ignored", NORM_RANDOM, RMS_NORM,
+        "        y *= tl.load(w_ptr + column, mask=column < n, other=0.0).to(tl.float32) + offset",
+        "        y *= tl.load(w_ptr + column, mask=column < n, other=0.0).to(tl.float32)",
+    ),
+    Planted(
+        "eps stands outside the square root", NORM_RANDOM, RMS_NORM,
+        "rstd = tl.rsqrt(tl.sum(x * x, 1) / n + eps)  # [ROWS]",
+        "rstd = 1 / (tl.sqrt(tl.sum(x * x, 1) / n) + eps)  # [ROWS]",
+    ),
+    Planted(
+        "every casting rounds before the weight", NORM_RANDOM, RMS_NORM,
+        "if ROUND_FIRST:", "if True:", times=2,
+    ),
+    Planted(
+        "llama's casting does not round before the weight", NORM_RANDOM, RMS_NORM,
+        "if ROUND_FIRST:", "if False:", times=2,
+    ),
+    Planted(
+        "llama's casting forgets the weight's dtype", NORM_RANDOM, RMS_NORM,
+        'if casting == "llama" and weight is not None:', "if False:",
+    ),
+    Planted(
+        "the mean divides by the tile's width", NORM_RANDOM, RMS_NORM,
+        "tl.rsqrt(tl.sum(x * x, 1) / n + eps)", "tl.rsqrt(tl.sum(x * x, 1) / BLOCK + eps)", times=2,
+    ),
+    Planted(
+        "the backward leaves out the mean", NORM_RANDOM, RMS_NORM,
+        "dx = rstd * (g - x * (tl.sum(g * x, 1) / n)[:, None])", "dx = rstd * g",
+    ),
+    Planted(
+        "only the first partial of dW is summed", NORM_RANDOM, RMS_NORM,
+        "(line < count)", "(line < 1)",
+    ),
+    Planted(
+        "only the first 32 partials of dW are summed", Checks("rms_norm", ("cases",)), RMS_NORM,
+        "for start in range(0, count, COUNT):", "for start in range(0, COUNT, COUNT):",
+    ),
+    Planted(
+        "one partial too many is summed", NORM_RANDOM, RMS_NORM,
+        "(line < count)", "(line <= count)",
+    ),
+    Planted(
+        "a program keeps its last rows' part of dW only", Checks("rms_norm", ("cases",)), RMS_NORM,
+        "dw += g * x", "dw = g * x",
+    ),
+    Planted(
+        "a wide program keeps its last row's part of dW only",
+        Checks("rms_norm", ("cases",)), RMS_NORM,
+        "tl.load(own, mask=later, other=0.0) + g * x", "g * x",
+    ),
+    Planted(
+        "the partials of wide rows do not start at zero", NORM_RANDOM, RMS_NORM,
+        "later = at < n * tl.minimum(row - tl.program_id(0), 1)", "later = at < n",
+    ),
+    Planted(
+        "dW of no rows is not zero", Checks("rms_norm", ("empty",)), RMS_NORM,
+        "torch.zeros_like(w)", "torch.empty_like(w)",
+    ),
+    Planted(
+        "no way around an empty forward", Checks("rms_norm", ("empty",)), RMS_NORM,
+        "    if not input.numel():\n        return lambda x, *_:",
+        "    if False:\n        return lambda x, *_:",
+    ),
+    Planted(
+        "no way around an empty relu", Checks("relu", ("empty",)), RELU,
+        "if not input.numel():\n        return lambda *_: new_y()",
+        "if False:\n        return lambda *_: new_y()",
+    ),
+    Planted(
+        "no way around an empty softmax", Checks("softmax", ("empty",)), SOFTMAX,
+        "if not input.numel():", "if False:",
+    ),
+    Planted(
+        "two levels of rows are swapped", Checks("rms_norm", ("layouts",)), "toolkit/rows.py",
+        "return Rows(count, n, inner_size, outer, inner)",
+        "return Rows(count, n, inner_size, inner, outer)",
+    ),
+    Planted(
+        "three levels of rows are taken for two", Checks("rms_norm", ("layouts",)),
+        "toolkit/rows.py",
+        "if len(levels) > 2:\n        return None", "levels = levels[-2:]",
+    ),
+    Planted(
+        "a weight on another device is not refused", Checks("rms_norm", ("errors",)),
+        "ops/rms_norm/op.py",
+        'checks.same_device("rms_norm", "weight", weight, "input", input)', "pass",
+    ),
+    # --- add_rms_norm ---------------------------------------------------------------------------
+    Planted(
+        "the new residual is not stored", ADD_RANDOM, RMS_NORM,
+        "        tl.store(s_ptr + to, total, mask=inside)\n", "",
+    ),
+    Planted(
+        "the sum is not rounded before it is normed", ADD_RANDOM, RMS_NORM,
+        "x = total.to(tl.float32)", "x = x + r", times=2,
+    ),
+    Planted(
+        "the residual is read with the input's strides", ADD_RANDOM, RMS_NORM,
+        "row_start(row, r_inner, r_outer, r_step, VEC)\n        r = tl.load",
+        "row_start(row, x_inner, x_outer, x_step, VEC)\n        r = tl.load",
+    ),
+    Planted(
+        "the residual's gradient is dropped", ADD_RANDOM, RMS_NORM,
+        "            dx += tl.load(r_ptr + r_at[:, None] + column, mask=inside, other=0.0)"
+        ".to(tl.float32)\n", "",
+    ),
+)  # fmt: skip
