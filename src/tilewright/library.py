@@ -216,6 +216,7 @@ def _caller(
     for functional transforms: these have.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    tensor = torch.Tensor
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
     overriding = dispatch.overriding
     autocast = _autocast if op.autocast is not None else _never
@@ -223,7 +224,7 @@ def _caller(
     def one(x: torch.Tensor, rest: Args) -> Any:
         if _is_compiling():
             return operator(x, *rest)
-        if x.__class__ in ordinary and not (
+        if (x.__class__ is tensor or x.__class__ in ordinary) and not (
             _function_modes()
             or _dispatch_modes()
             or autocast()
@@ -239,13 +240,14 @@ def _caller(
             except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
                 plan = None
             if plan is not None and address:
-                run, makes, on_stream, launcher, tail, entering, leaving = plan
+                run, makes, launch, on_stream, before, tail, entering, leaving = plan
                 if x.requires_grad and _is_grad_enabled():
                     return apply(plan, x, rest) if _transforms() is None else slow(x, rest)
                 if makes is None or entering or leaving:
                     return run(x, *rest)
                 y = makes()
-                (on_stream(_stream(device)) or launcher())(y.data_ptr(), address, *tail)
+                pointers = (y.data_ptr(), address)
+                launch(*((on_stream(_stream(device)) or before()) + pointers + tail))
                 return y
         return slow(x, rest)
 
@@ -253,7 +255,7 @@ def _caller(
         if _is_compiling():
             return operator(x, y, *rest)
         if (
-            x.__class__ in ordinary
+            (x.__class__ is tensor or x.__class__ in ordinary)
             and (y is None or y.__class__ in ordinary)
             and not (
                 _function_modes()
@@ -320,15 +322,15 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
 
     def forward_one(ctx: Any, plan: tuple[Any, ...], x: Any, rest: Args) -> Any:
         """One tensor in, one out, which is what the backward wants: the short form of `forward`."""
-        run, makes, on_stream, launcher, tail, entering, leaving = plan
+        run, makes, launch, on_stream, before, tail, entering, leaving = plan
         if makes is None or entering or leaving:
             y = run(x, *rest)
         else:
             y = makes()
-            launch = on_stream(_stream(x.get_device())) or launcher()
-            launch(y.data_ptr(), x.data_ptr(), *tail)
+            pointers = (y.data_ptr(), x.data_ptr())
+            launch(*((on_stream(_stream(x.get_device())) or before()) + pointers + tail))
         ctx.save_for_backward(y)
-        ctx.dtype, ctx.rest = x.dtype, rest
+        ctx.rest = (x.dtype, rest)
         return y
 
     def forward(ctx: Any, plan: tuple[Any, ...], *args: Any) -> Any:
@@ -337,7 +339,7 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         if rule is not None:
             results = outputs if many_outputs else (outputs,)
             ctx.save_for_backward(*[given[i] if ours else results[i] for ours, i in places])
-        ctx.dtype, ctx.rest = given[0].dtype, rest
+        ctx.rest = (given[0].dtype, rest)
         if many_outputs:
             ctx.set_materialize_grads(False)
             ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
@@ -352,9 +354,9 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         if many_outputs and grads[0] is None:
             shape, dtype, device = ctx.like[0]
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
-        *rest, wanted = ctx.rest
+        dtype, (*rest, wanted) = ctx.rest
         needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[1:], strict=False))
-        saved = rule.saved(ctx.saved_tensors, ctx.dtype, tuple(rest), needs)
+        saved = rule.saved(ctx.saved_tensors, dtype, tuple(rest), needs)
         twin = wanted if wanted and rule.op.backend(wanted) else None
         results = call(rule.op, (*grads, *saved), twin)
         results = results if isinstance(results, tuple) else (results,)
