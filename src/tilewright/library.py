@@ -219,7 +219,7 @@ def _caller(
     tensor = torch.Tensor
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
     overriding = dispatch.overriding
-    autocast = _autocast if op.autocast is not None else _never
+    has_rule = op.autocast is not None
 
     def one(x: torch.Tensor, rest: Args) -> Any:
         if _is_compiling():
@@ -227,7 +227,7 @@ def _caller(
         if (x.__class__ is tensor or x.__class__ in ordinary) and not (
             _function_modes()
             or _dispatch_modes()
-            or autocast()
+            or (has_rule and _autocast())
             or forward_ad._current_level >= 0
             or overriding
             or capturing
@@ -260,7 +260,7 @@ def _caller(
             and not (
                 _function_modes()
                 or _dispatch_modes()
-                or autocast()
+                or (has_rule and _autocast())
                 or forward_ad._current_level >= 0
                 or overriding
                 or capturing
@@ -287,7 +287,7 @@ def _caller(
         if all(t is None or t.__class__ in ordinary for t in leading) and not (
             _function_modes()
             or _dispatch_modes()
-            or autocast()
+            or (has_rule and _autocast())
             or forward_ad._current_level >= 0
             or overriding
             or capturing
@@ -306,10 +306,6 @@ def _caller(
 
     by_tensors: dict[int, Callable[..., Any]] = {1: one, 2: two}
     return by_tensors.get(op.tensor_count, many)
-
-
-def _never() -> bool:
-    return False
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:

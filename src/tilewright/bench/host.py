@@ -88,6 +88,8 @@ def run(count: int) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows = []
+    for calls in contenders(device, torch.float16, False).values():  # clocks and caches, discarded
+        measure({n: c for n, c in calls.items() if not n.startswith("cuda")}, count, wait)
     for grad in (False, True):
         for op, calls in contenders(device, torch.float16, grad).items():
             usable = {

@@ -110,8 +110,8 @@ class Shot(NamedTuple):
     """A bound kernel with one input, in parts, for the caller that cannot afford one more call.
 
     `library` allocates with `makes` and calls `launch` with what comes before the pointers on the
-    current stream (`on_stream(stream)`, or `before()` if that is new), the two addresses and `tail`,
-    unless a hook is set.
+    current stream (`on_stream(stream)`, or `before()` if that is new), the two addresses and
+    `tail`, unless a hook is set.
     """
 
     makes: Callable[[], torch.Tensor]
