@@ -240,15 +240,16 @@ def _caller(
             except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
                 plan = None
             if plan is not None and address:
+                differentiated = x.requires_grad and _is_grad_enabled()
+                if differentiated and _transforms() is not None:
+                    return slow(x, rest)
                 run, makes, launch, on_stream, before, tail, entering, leaving = plan
-                if x.requires_grad and _is_grad_enabled():
-                    return apply(plan, x, rest) if _transforms() is None else slow(x, rest)
                 if makes is None or entering or leaving:
-                    return run(x, *rest)
+                    return apply(run, (), x, rest) if differentiated else run(x, *rest)
                 y = makes()
                 pointers = (y.data_ptr(), address)
                 launch(*((on_stream(_stream(device)) or before()) + pointers + tail))
-                return y
+                return apply(run, (y,), x, rest) if differentiated else y
         return slow(x, rest)
 
     def two(x: torch.Tensor, y: torch.Tensor | None, rest: Args) -> Any:
@@ -276,7 +277,9 @@ def _caller(
                 plan = None
             if plan is not None and address:
                 if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
-                    return apply(plan, x, y, rest) if _transforms() is None else slow(x, y, rest)
+                    if _transforms() is not None:
+                        return slow(x, y, rest)
+                    return apply(plan[0], (), x, y, rest)
                 return plan[0](x, y, *rest)
         return slow(x, y, rest)
 
@@ -300,7 +303,7 @@ def _caller(
                 plan = None
             if plan is not None:
                 if _is_grad_enabled() and any(t is not None and t.requires_grad for t in leading):
-                    return apply(plan, *args)
+                    return apply(plan[0], (), *args)
                 return plan[0](*leading, *rest)
         return slow(*args)
 
@@ -309,29 +312,26 @@ def _caller(
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """One autograd.Function per op: `apply(plan, *tensors, rest)`, `plan` the forward below it."""
+    """One autograd.Function per op: `apply(run, made, *tensors, rest)`.
+
+    `run` is the forward below autograd; `made` holds its result if it has run already.
+    """
     rule = op.autograd
     many_outputs = "," in op.schema.partition("->")[2]
     arguments, tensors = op.arguments, op.tensor_count
     places = op.kept_places if rule is not None else ()
     saves_output = places == ((False, 0),) and not many_outputs
 
-    def forward_one(ctx: Any, plan: tuple[Any, ...], x: Any, rest: Args) -> Any:
+    def forward_one(ctx: Any, run: Callable[..., Any], made: Args, x: Any, rest: Args) -> Any:
         """One tensor in, one out, which is what the backward wants: the short form of `forward`."""
-        run, makes, launch, on_stream, before, tail, entering, leaving = plan
-        if makes is None or entering or leaving:
-            y = run(x, *rest)
-        else:
-            y = makes()
-            pointers = (y.data_ptr(), x.data_ptr())
-            launch(*((on_stream(_stream(x.get_device())) or before()) + pointers + tail))
+        y = made[0] if made else run(x, *rest)
         ctx.save_for_backward(y)
         ctx.rest = (x.dtype, rest)
         return y
 
-    def forward(ctx: Any, plan: tuple[Any, ...], *args: Any) -> Any:
+    def forward(ctx: Any, run: Callable[..., Any], made: Args, *args: Any) -> Any:
         *given, rest = args
-        outputs = plan[0](*given, *rest)
+        outputs = run(*given, *rest)
         if rule is not None:
             results = outputs if many_outputs else (outputs,)
             ctx.save_for_backward(*[given[i] if ours else results[i] for ours, i in places])
@@ -351,14 +351,14 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
             shape, dtype, device = ctx.like[0]
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
         dtype, (*rest, wanted) = ctx.rest
-        needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[1:], strict=False))
+        needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[2:], strict=False))
         saved = rule.saved(ctx.saved_tensors, dtype, tuple(rest), needs)
         twin = wanted if wanted and rule.op.backend(wanted) else None
         results = call(rule.op, (*grads, *saved), twin)
         results = results if isinstance(results, tuple) else (results,)
         by_name = {n: r for names, r in zip(rule.gradients, results, strict=True) for n in names}
         wanted_grads = (by_name.get(n) if need else None for n, need in needs.items())
-        return (None, *wanted_grads, None)
+        return (None, None, *wanted_grads, None)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(

@@ -1,0 +1,301 @@
+"""The documents keep their word: tables, links, examples, transcripts and predicted floors."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import tilewright
+from tilewright import readme
+from tilewright.explain import explain_call
+from tilewright.ops import every_op, registry
+from tilewright.spec import Args, Op, as_tuple
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "tilewright"
+README = ROOT / "README.md"
+NOTES = sorted(SRC.glob("ops/*/notes.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
+
+
+def run(*command: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200", **variables}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- generated tables ----------------------------------------------------------------------------
+
+
+def test_tables_are_what_the_records_say() -> None:
+    text = README.read_text("utf-8")
+    assert readme.render(text, ROOT) == text, "run python -m tilewright.readme"
+
+
+def test_every_table_is_used_once() -> None:
+    names = [match[1] for match in readme.REGION.findall(README.read_text("utf-8"))]
+    assert sorted(names) == sorted(readme.REGIONS)
+
+
+ENVIRONMENT = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+HOST_ROW = {"op": "relu", "contender": "torch", "median_us": 7.04, "over_torch": 1.0}
+CHECK = {"op": "relu", "backend": "triton", "worst_error_over_tolerance": 0.25}
+RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
+    "host-cost": (
+        "results/h200/host.json",
+        [
+            {
+                "environment": ENVIRONMENT,
+                "case": {"rows": 128, "columns": 1024, "dtype": "float16"},
+                "rows": [
+                    {**HOST_ROW, "grad": False},
+                    {**HOST_ROW, "grad": True, "median_us": 12.0},
+                    {**HOST_ROW, "grad": False, "contender": "automatic", "over_torch": 1.25},
+                ],
+            }
+        ],
+        [
+            "| `relu` | torch | 7.0 | 1.00 | 12.0 | 1.00 |",
+            "| `relu` | automatic | 7.0 | 1.25 |  |  |",
+            "128 x 1024, float16; medians; NVIDIA H200, torch 2.11.0, triton 3.6.0.",
+        ],
+    ),
+    "verified": (
+        "results/h200/verify.json",
+        [
+            {
+                "environment": ENVIRONMENT,
+                "full": True,
+                "checks": [
+                    {**CHECK, "check": "cases", "phase": "forward", "run": 1200, "failed": 0},
+                    {**CHECK, "check": "random", "phase": "forward", "run": 34, "failed": 1},
+                    {**CHECK, "check": "cases", "phase": "backward", "run": 56, "failed": 0},
+                    {**CHECK, "check": "errors", "phase": "", "run": 4, "failed": 2},
+                ],
+            }
+        ],
+        ["| `relu` | triton | 1,234 | 56 | 4 | 3 | 0.25 |", "A full run; NVIDIA H200"],
+    ),
+    "compiled": (
+        "results/compile/triton-3.6.0.jsonl",
+        [
+            dict(
+                key=key, op="relu", backend="triton", kernel="_relu", dtype="float16", sm=sm,
+                case="", choice="", compiler="triton 3.6.0", violation=violation,
+            )
+            for key, sm, violation in (("a", 90, ""), ("b", 75, "spills 8 bytes"))
+        ],
+        ["| triton 3.6.0 | 75, 90 | 2 | 1 |"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_table_shows_its_record_and_its_absence(name: str, tmp_path: Path) -> None:
+    text = f"before\n<!-- generated: {name} -->\nold\n<!-- end -->\nafter\n"
+    empty = readme.render(text, tmp_path)
+    assert empty == text.replace("old", readme.NOT_MEASURED)
+    file, records, expected = RECORDS[name]
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    full = readme.render(empty, tmp_path)
+    assert all(line in full for line in expected)
+    assert full.startswith("before\n")
+    assert full.endswith("<!-- end -->\nafter\n")
+    assert readme.render(full, tmp_path) == full
+
+
+def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("<!-- generated: ops -->\n<!-- end -->\n", encoding="utf-8")
+    command = [sys.executable, "-m", "tilewright.readme", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+    def code(*more: str) -> int:
+        done = subprocess.run([*command, *more], capture_output=True, env=environment)
+        return done.returncode
+
+    assert [code("--check"), code(), code("--check")] == [1, 0, 0]
+    for op in registry():
+        assert f"`{op}`" in path.read_text("utf-8")
+
+
+# --- examples and transcripts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks(README, "python"))
+def test_python_blocks_run(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_readme_has_a_python_block() -> None:
+    assert blocks(README, "python")
+
+
+def test_explain_prints_what_the_readme_shows() -> None:
+    shown = [b for b in blocks(README, "console") if b.startswith("$ tilewright explain ")]
+    assert shown
+    for block in shown:
+        command, _, output = block.partition("\n")
+        assert run("-m", *command.removeprefix("$ ").split()) == output
+
+
+@pytest.mark.parametrize("interpreter", ["0", "1"])
+def test_the_quickstart_runs(interpreter: str) -> None:
+    out = run("examples/quickstart.py", TRITON_INTERPRET=interpreter)
+    backend = "torch" if interpreter == "0" and not torch.cuda.is_available() else "triton"
+    assert f": {backend} (automatic)" in out.splitlines()[0]
+
+
+@documents
+def test_commands_and_make_targets_exist(path: Path) -> None:
+    text = path.read_text("utf-8")
+    code = "\n".join([*re.findall(r"`([^`\n]+)`", text), *blocks(path, "console")])
+    known = re.findall(r'@app\.command\("?(\w*)"?\)\ndef (\w+)', (SRC / "cli.py").read_text())
+    commands = {name or function for name, function in known}
+    assert set(re.findall(r"^(?:\$ )?tilewright (\w+)", code, re.M)) <= commands
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert set(re.findall(r"^(?:\$ )?make (\w+)", code, re.M)) <= set(targets)
+    for module in re.findall(r"^(?:\$ )?python -m tilewright\.([\w.]+)", code, re.M):
+        assert (SRC / f"{module.replace('.', '/')}.py").exists()
+
+
+# --- links and pictures --------------------------------------------------------------------------
+
+
+@documents
+def test_links_point_at_something(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
+        if not target.startswith(("http://", "https://", "#")):
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_decision_is_listed() -> None:
+    listed = (ROOT / "docs" / "design.md").read_text("utf-8")
+    for path in (ROOT / "docs" / "decisions").glob("*.md"):
+        assert f"(decisions/{path.name})" in listed
+        heads = re.findall(r"^## (\w+)", path.read_text("utf-8"), re.M)
+        assert heads == ["Context", "Decision", "Consequences"]
+
+
+def test_pictures_can_be_read_aloud() -> None:
+    pictures = list((ROOT / "docs").rglob("*.svg"))
+    assert pictures
+    for path in pictures:
+        root = ElementTree.parse(path).getroot()
+        space = "{http://www.w3.org/2000/svg}"
+        for tag in ("title", "desc"):
+            element = root.find(f"{space}{tag}")
+            assert element is not None
+            assert (element.text or "").strip()
+            assert element.get("id") in root.get("aria-labelledby", "")
+
+
+# --- notes ---------------------------------------------------------------------------------------
+
+
+def test_every_op_has_notes() -> None:
+    folders = {path.parent for path in SRC.glob("ops/*/op.py")}
+    assert {path.parent for path in NOTES} == folders
+
+
+PREDICTION = re.compile(r"^\| (`[^|]+`) \| [^|]+ \| ([\d,]+) \| ([\d.]+) µs \|$", re.M)
+
+
+def _predictions() -> list[Any]:
+    return [
+        pytest.param(*match, id=f"{path.parent.name}: {match[0]}")
+        for path in NOTES
+        for match in PREDICTION.findall(path.read_text("utf-8"))
+    ]
+
+
+def _call(names: list[str]) -> tuple[Op, Args]:
+    """The op that a line of a table of floors is about, and its call: 16384 x 4096 in bfloat16."""
+    op = every_op()[names[0]]
+    by_backward = {o.autograd.op.name: o for o in reversed(registry().values()) if o.autograd}
+    forward = registry()[names[1]] if len(names) > 1 else by_backward.get(op.name, op)
+    assert forward.inputs is not None
+    with torch.device("meta"):
+        args = tuple(forward.inputs({"shape": (16384, 4096)}, torch.bfloat16, "meta", None))
+    if op is forward:
+        return op, args
+    outputs = as_tuple(forward.outputs(*args))
+    return op, forward.backward_call(args, outputs, outputs)
+
+
+@pytest.mark.parametrize(("name", "moved", "floor"), _predictions())
+def test_floors_are_what_explain_says(name: str, moved: str, floor: str) -> None:
+    op, args = _call(re.findall(r"`(\w+)`", name))
+    found = explain_call(op, args, gpu="h200")
+    assert f"{found.bytes_moved:,}" == moved
+    assert f"{found.floor_us:.1f}" == floor
+
+
+def test_every_op_has_a_floor() -> None:
+    names = {n for p in _predictions() for n in re.findall(r"`(\w+)`", p.values[0])}
+    assert names == set(every_op())
+
+
+# --- promises ------------------------------------------------------------------------------------
+
+
+def test_two_environment_variables_in_all() -> None:
+    text = "".join(path.read_text("utf-8") for path in SRC.rglob("*.py"))
+    variables = set(re.findall(r"\bTILEWRIGHT_[A-Z_]+\b", text))
+    assert variables == {"TILEWRIGHT_BACKEND", "TILEWRIGHT_CACHE_DIR"}
+    assert variables == set(
+        re.findall(r"^\| `(TILEWRIGHT_\w+)` \|", README.read_text("utf-8"), re.M)
+    )
+
+
+def test_nothing_opens_a_network_connection() -> None:
+    network = {"socket", "ssl", "http", "urllib", "ftplib", "requests", "httpx", "aiohttp"}
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert not network & {name.split(".")[0] for name in names}, path
+
+
+def test_the_autocast_table() -> None:
+    table = dict(
+        re.findall(r"^\| `(\w+)` \| (the input's|float32) \|$", README.read_text("utf-8"), re.M)
+    )
+    x = torch.randn(2, 8, dtype=torch.float16)
+    calls = {
+        "relu": lambda: tilewright.relu(x),
+        "rms_norm": lambda: tilewright.rms_norm(x, 8),
+        "softmax": lambda: tilewright.softmax(x),
+    }
+    assert table.keys() == calls.keys()
+    with torch.autocast("cpu", torch.bfloat16):
+        for name, call in calls.items():
+            wanted = x.dtype if table[name] == "the input's" else torch.float32
+            assert call().dtype == wanted
+
+
+def test_the_changelog_begins_with_what_is_unreleased() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert headings[0] == "Unreleased"
