@@ -127,7 +127,7 @@ def register(op: Op) -> Callable[..., Any]:
             if dispatch.overriding:  # autograd's threads do not see this thread's use_backend
                 backend = dispatch.requested(op, backend)[0]
             return function.apply(
-                (below, *NO_SHOT), *plain_args[:tensors], (*plain_args[tensors:], backend)
+                below, (), *plain_args[:tensors], (*plain_args[tensors:], backend)
             )
         result = below(*plain_args, backend)
         if mutates:
