@@ -84,13 +84,13 @@ def register(op: Op) -> Callable[..., Any]:
                 # Buffers of a poisoned call must not outlive it in a plan; and a key cannot tell a
                 # CPU tensor from a meta tensor, so only CUDA tensors have plans.
                 return dispatch.prepare(op, tuple(plain_args), backend)(*plain_args, backend)
-            plan = plans.get(key) if not dispatch.overriding else None
+            if dispatch.overriding:
+                key = (key, dispatch.override.get())
+            plan = plans.get(key)
             if plan is None:
                 _refuse_cold_capture(op, plain_args)
                 run = _on_device(dispatch.prepare(op, tuple(plain_args), backend), index)
                 plan = (run, *getattr(run, "shot", NO_SHOT))
-                if dispatch.overriding:
-                    return run(*plain_args, backend)
                 while len(plans) >= MAX_PLANS:
                     plans.pop(next(iter(plans)), None)
                 plans[key] = plan
