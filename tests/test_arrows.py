@@ -34,7 +34,13 @@ MAY_IMPORT: dict[str, list[str]] = {
     "toolkit": [],
     "toolkit.*": ["errors", "gpu", "toolkit", "toolkit.*"],
     "dispatch": ["errors", "gpu", "spec"],
-    "library": ["errors", "spec", "dispatch", "toolkit.memory", "toolkit.launch"],  # a poisoned call makes no plan
+    "library": [
+        "errors",
+        "spec",
+        "dispatch",
+        "toolkit.memory",
+        "toolkit.launch",
+    ],  # a poisoned call makes no plan
     "ops": ["spec"],
     "ops.*.op": ["errors", "spec", "shapes", "checks", "library", "{here}", "{here}.reference"],
     "ops.*.reference": ["ops.*.reference"],
@@ -49,6 +55,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "bench*": [*READERS, ".", "verify*", "doctor", "bench*"],
     "integrations*": [*READERS, ".", "nn", "integrations*"],
     "doctor": [*READERS, ".", "verify*", "matrix*"],
+    "readme": [*READERS, ".", "verify*", "matrix*"],
     "cli": ["*"],
     "__main__": ["cli"],
 }

@@ -41,7 +41,7 @@ class Explanation:
             lines.append(f"  launches {', '.join(self.kernels)}")
         if self.floor_us is not None:
             lines.append(
-                f"  moves {self.bytes_moved:,} bytes: at least {self.floor_us:.1f} us at the "
+                f"  moves {self.bytes_moved:,} bytes: at least {self.floor_us:.2g} us at the "
                 "datasheet's bandwidth"
             )
         if self.backward:

@@ -453,4 +453,5 @@ def interpreter() -> Gpu:
     It is the H200, so that a run on a CPU walks through the choices that an H200 takes: a test
     that passes there has covered the path that is timed here.
     """
-    return pretend("h200")
+    h200 = pretend("h200")
+    return replace(h200, name="Triton's interpreter (with the launch choices of an H200)")

@@ -6,6 +6,7 @@ compile, bench, the CLI and the docs are all generic over it. Facts only: no ski
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,6 +177,15 @@ class Rounding:
     @staticmethod
     def of(out: torch.dtype, inp: torch.dtype, *, interpreted: bool = False) -> Rounding:
         return Rounding(_roundoff(out, interpreted), _roundoff(inp, interpreted), _tiny(out))
+
+
+def sum_path(n: int) -> float:
+    """Roundings that a float32 sum of n terms carries: a tree's depth, and before it the chains.
+
+    A thread adds at most one term in 256 one after another (the fewest threads that share a row too
+    long for a tile); a chain of k additions errs like the root of k.
+    """
+    return math.ceil(math.log2(max(n, 2))) + math.sqrt(n / 256)
 
 
 def _roundoff(dtype: torch.dtype, interpreted: bool) -> float:

@@ -27,11 +27,14 @@ class Ledger:
                 self.known[built.key] = built
 
     def write(self, results: Iterable[Built]) -> None:
-        """Replace the entries of the compilers that ran; entries nothing reaches any more go."""
+        """Replace what was known of the ops and SMs that ran: what nothing reaches any more goes."""
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = list(results)
+        ran = {(b.compiler, b.op, b.sm) for b in fresh}
+        others = [b for b in self.known.values() if (b.compiler, b.op, b.sm) not in ran]
         by_compiler: dict[str, dict[str, Built]] = {}
-        for built in results:
+        for built in (*others, *fresh):
             by_compiler.setdefault(built.compiler, {})[built.key] = built
         for compiler, entries in by_compiler.items():
             rows = sorted(entries.values(), key=lambda b: (b.op, b.backend, b.sm, b.dtype, b.key))

@@ -16,7 +16,7 @@ from tilewright import checks, library
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.rms_norm import reference
 from tilewright.shapes import EDGE_COLUMNS, MODELS, random_shape
-from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding
+from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, sum_path
 
 HERE = "tilewright.ops.rms_norm"
 CASTINGS = ("torch", "llama", "gemma")
@@ -244,10 +244,10 @@ def sample(rng: random.Random) -> dict[str, Any]:
 def tolerance(
     rounding: Rounding, outputs: Args, input: Any, weight: Any, eps: Any, offset: Any, casting: str
 ) -> tuple[torch.Tensor, ...]:
-    """float32 inside, a tree sum of non-negative terms, one rounding ("llama": a second one)."""
+    """float32 inside, a sum of non-negative terms, one rounding ("llama": a second one)."""
     (y,) = outputs
     n = max(input.shape[-1], 2)
-    inside = (math.ceil(math.log2(n)) / 2 + 8) * rounding.u32
+    inside = (sum_path(n) / 2 + 8) * rounding.u32
     first = rounding.u_in if casting == "llama" else 0.0
     scale = 1.0 if weight is None else (weight + offset).abs()
     return (y.abs() * (rounding.u_out + first + inside) + rounding.tiny * (1 + scale),)
@@ -279,13 +279,13 @@ def tolerance_backward(
     if grad_residual is not None:
         reach = reach + grad_residual.abs()
     carried = 0.0 if grad_residual is None else 4 * rounding.u_in
-    inside = (math.ceil(math.log2(n)) + 16) * rounding.u32 + carried
+    inside = (sum_path(n) + 16) * rounding.u32 + carried
     bound = dx.abs() * rounding.u_out + reach * inside + rounding.tiny * (1 + rstd)
     if not dw.numel():
         return bound, torch.zeros_like(dw)
     terms = (grad * normed).abs().reshape(-1, input.shape[-1]).sum(0)
     # a partial sums up to sqrt(rows) terms one after another (probabilistic), then a tree
-    inside = (math.ceil(math.log2(n)) + 16 + math.sqrt(rows)) * rounding.u32 + carried
+    inside = (sum_path(n) + 16 + math.sqrt(rows)) * rounding.u32 + carried
     return bound, dw.abs() * rounding.u_out + terms * inside + rounding.tiny
 
 

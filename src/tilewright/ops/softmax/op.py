@@ -13,7 +13,7 @@ from tilewright import checks, library
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.softmax import reference
 from tilewright.shapes import EDGE_COLUMNS, random_shape
-from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding
+from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, sum_path
 
 HERE = "tilewright.ops.softmax"
 CUDA_V2_COLUMNS = 32_768  # what its registers hold
@@ -120,8 +120,8 @@ def tolerance(
     (y,) = outputs
     distance = input.amax(dim, keepdim=True) - input if input.numel() else input
     distance = torch.nan_to_num(distance, nan=0.0, posinf=0.0, neginf=0.0)
-    log_n = math.ceil(math.log2(max(input.shape[dim], 2)))
-    relative = rounding.u_out + rounding.u32 * (2 * distance + log_n + 8)
+    path = sum_path(input.shape[dim])
+    relative = rounding.u_out + rounding.u32 * (2 * distance + path + 8)
     return (y * relative + rounding.tiny,)
 
 
@@ -134,12 +134,12 @@ def tolerance_backward(
     input_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
     """dx = y (g - sum g y) on the *rounded* y: y's own rounding enters each factor once."""
-    log_n = math.ceil(math.log2(max(output.shape[dim], 2)))
+    path = sum_path(output.shape[dim])
     reach = grad.abs() + (grad * output).abs().sum(dim, keepdim=True)
     # y comes from the forward, whose relative error also grows with the distance from the maximum
     # (104 natural logs from 1 to the smallest float32); what flushes to zero costs `tiny` a term
-    y_error = rounding.u_in + rounding.u32 * (2 * 104 + log_n + 8)
-    relative = rounding.u_out + 2 * y_error + rounding.u32 * (log_n + 16)
+    y_error = rounding.u_in + rounding.u32 * (2 * 104 + path + 8)
+    relative = rounding.u_out + 2 * y_error + rounding.u32 * (path + 16)
     flushed = 1 + reach + output * grad.abs().sum(dim, keepdim=True)
     return (output * reach * relative + rounding.tiny * flushed,)
 
