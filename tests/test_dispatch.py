@@ -378,7 +378,7 @@ def test_explain_prints_the_same_text_every_time() -> None:
         "  not cuda_v1: triton comes first and serves it\n"
         "  not torch: triton comes first and serves it\n"
         "  launches _softmax_wide_rows\n"
-        "  moves 2,240,000 bytes: at least 0.7 us at the datasheet's bandwidth\n"
+        "  moves 2,240,000 bytes: at least 0.67 us at the datasheet's bandwidth\n"
         "  backward: triton"
     }
 

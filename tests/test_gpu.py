@@ -244,7 +244,9 @@ def test_pretend_suggests_the_closest_name() -> None:
 
 
 def test_interpreter_takes_the_choices_of_an_h200() -> None:
-    assert gpu.interpreter() == gpu.pretend("h200")
+    named = dataclasses.replace(gpu.interpreter(), name=gpu.pretend("h200").name)
+    assert named == gpu.pretend("h200")
+    assert "interpreter" in gpu.interpreter().name
 
 
 # --- detect --------------------------------------------------------------------------------------

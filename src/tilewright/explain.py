@@ -41,12 +41,16 @@ class Explanation:
             lines.append(f"  launches {', '.join(self.kernels)}")
         if self.floor_us is not None:
             lines.append(
-                f"  moves {self.bytes_moved:,} bytes: at least {self.floor_us:.2g} us at the "
+                f"  moves {self.bytes_moved:,} bytes: at least {_short(self.floor_us)} us at the "
                 "datasheet's bandwidth"
             )
         if self.backward:
             lines.append(f"  backward: {self.backward}")
         return "\n".join(lines)
+
+
+def _short(us: float) -> str:
+    return f"{us:.1f}" if us >= 1 else f"{us:.2g}"
 
 
 def explain(

@@ -27,7 +27,7 @@ class Ledger:
                 self.known[built.key] = built
 
     def write(self, results: Iterable[Built]) -> None:
-        """Replace what was known of the ops and SMs that ran: what nothing reaches any more goes."""
+        """Replace what was known of the ops and SMs that ran; what nothing reaches now goes."""
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         fresh = list(results)

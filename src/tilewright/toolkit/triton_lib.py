@@ -16,3 +16,9 @@ def row_start(row, inner, outer_stride, inner_stride, VEC: tl.constexpr):
     outer_index = (row // inner).to(tl.int64)
     inner_index = (row % inner).to(tl.int64)
     return (outer_index * outer_stride + inner_index * inner_stride) * VEC
+
+
+@triton.jit
+def mean_of(total, n):
+    """total / n, rounded to nearest: the plain quotient may be off by two ulps on a GPU."""
+    return tl.div_rn(total, tl.zeros_like(total) + n)

@@ -23,7 +23,7 @@ from tilewright.toolkit import memory
 from tilewright.toolkit.launch import bind, programs
 from tilewright.toolkit.rows import on_rows, rows, vector_width
 from tilewright.toolkit.tiles import Tile, tile
-from tilewright.toolkit.triton_lib import row_start
+from tilewright.toolkit.triton_lib import mean_of, row_start
 
 SIZES = ["row_count", "n_vectors"]
 X_STRIDES = ["x_inner", "x_outer", "x_step"]
@@ -70,7 +70,7 @@ def _norm_rows(
         tl.store(s_ptr + to, total, mask=inside)
         x = total.to(tl.float32)
 
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / n + eps)  # [ROWS]
+    rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + eps)  # [ROWS]
     y = x * rstd[:, None]  # [ROWS, BLOCK]
     if ROUND_FIRST:
         y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -103,7 +103,7 @@ def _norm_wide_rows(
             tl.store(s_ptr + to_row + at, total, mask=at < n)
             x = total.to(tl.float32)
         squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares, 0) / n + eps)
+    rstd = tl.rsqrt(mean_of(tl.sum(squares, 0), n) + eps)
 
     for start in range(0, n, BLOCK):
         at = start + column
@@ -138,7 +138,7 @@ def _backward_rows(
         g = tl.load(g_ptr + g_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + x_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
 
-        rstd = tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]  # [ROWS, 1]
+        rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + eps)[:, None]  # [ROWS, 1]
         x *= rstd
         if partial_ptr is not None:
             dw += g * x
@@ -179,7 +179,7 @@ def _backward_wide_rows(
                 g *= tl.load(w_ptr + at, mask=at < n, other=0.0).to(tl.float32) + offset
             squares += x * x
             products += g * x
-        rstd = tl.rsqrt(tl.sum(squares, 0) / n + eps)
+        rstd = tl.rsqrt(mean_of(tl.sum(squares, 0), n) + eps)
         mean = tl.sum(products, 0) * rstd / n
 
         to_row = tl.cast(row, tl.int64) * n
