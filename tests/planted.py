@@ -45,7 +45,10 @@ class Planted:
 RELU_RANDOM = Checks("relu", ("random",), 8)
 SOFTMAX_RANDOM = Checks("softmax", ("random",), 20)
 NORM_RANDOM = Checks("rms_norm", ("random",), 12)
+NORM_LLAMA = Checks("rms_norm", ("random",), 8, seed=32)  # float16 with casting="llama" among them
 ADD_RANDOM = Checks("add_rms_norm", ("random",), 8)
+SOFTMAX_CASES = Checks("softmax", ("cases",))
+NORM_CASES = Checks("rms_norm", ("cases",))
 
 PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
@@ -100,11 +103,11 @@ PLANTED = (
         "e = tl.exp(x - tl.max(x, 1)[:, None])", "e = tl.exp(x)",
     ),
     Planted(
-        "the running sum is not rescaled", SOFTMAX_RANDOM, SOFTMAX,
+        "the running sum is not rescaled", SOFTMAX_CASES, SOFTMAX,
         "s = s * tl.exp(m - shift) + ", "s = s + ",
     ),
     Planted(
-        "a chunk of -inf makes a NaN", Checks("softmax", ("cases",)), SOFTMAX,
+        "a chunk of -inf makes a NaN", SOFTMAX_CASES, SOFTMAX,
         'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new",
     ),
     Planted(
@@ -160,7 +163,7 @@ PLANTED = (
         "if ROUND_FIRST:", "if True:", times=2,
     ),
     Planted(
-        "llama's casting does not round before the weight", NORM_RANDOM, RMS_NORM,
+        "llama's casting does not round before the weight", NORM_LLAMA, RMS_NORM,
         "if ROUND_FIRST:", "if False:", times=2,
     ),
     Planted(
@@ -176,11 +179,17 @@ PLANTED = (
         "dx = rstd * (g - x * (tl.sum(g * x, 1) / n)[:, None])", "dx = rstd * g",
     ),
     Planted(
+        "the backward overwrites the input it was given", NORM_RANDOM, RMS_NORM,
+        "        x *= rstd\n",
+        "        x *= rstd\n"
+        "        tl.store(x_ptr + x_at[:, None] + column, x.to(x_ptr.dtype.element_ty), inside)\n",
+    ),
+    Planted(
         "only the first partial of dW is summed", NORM_RANDOM, RMS_NORM,
         "(line < count)", "(line < 1)",
     ),
     Planted(
-        "only the first 32 partials of dW are summed", Checks("rms_norm", ("cases",)), RMS_NORM,
+        "only the first 32 partials of dW are summed", NORM_CASES, RMS_NORM,
         "for start in range(0, count, COUNT):", "for start in range(0, COUNT, COUNT):",
     ),
     Planted(
@@ -188,12 +197,11 @@ PLANTED = (
         "(line < count)", "(line <= count)",
     ),
     Planted(
-        "a program keeps its last rows' part of dW only", Checks("rms_norm", ("cases",)), RMS_NORM,
+        "a program keeps its last rows' part of dW only", NORM_CASES, RMS_NORM,
         "dw += g * x", "dw = g * x",
     ),
     Planted(
-        "a wide program keeps its last row's part of dW only",
-        Checks("rms_norm", ("cases",)), RMS_NORM,
+        "a wide program keeps its last row's part of dW only", NORM_CASES, RMS_NORM,
         "tl.load(own, mask=later, other=0.0) + g * x", "g * x",
     ),
     Planted(
@@ -207,16 +215,16 @@ PLANTED = (
     Planted(
         "no way around an empty forward", Checks("rms_norm", ("empty",)), RMS_NORM,
         "    if not input.numel():\n        return lambda x, *_:",
-        "    if False:\n        return lambda x, *_:",
+        "    if False:\n        return lambda x, *_:", raises=True,
     ),
     Planted(
         "no way around an empty relu", Checks("relu", ("empty",)), RELU,
         "if not input.numel():\n        return lambda *_: new_y()",
-        "if False:\n        return lambda *_: new_y()",
+        "if False:\n        return lambda *_: new_y()", raises=True,
     ),
     Planted(
         "no way around an empty softmax", Checks("softmax", ("empty",)), SOFTMAX,
-        "if not input.numel():", "if False:",
+        "if not input.numel():", "if False:", raises=True,
     ),
     Planted(
         "two levels of rows are swapped", Checks("rms_norm", ("layouts",)), "toolkit/rows.py",

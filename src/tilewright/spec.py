@@ -172,11 +172,13 @@ class Rounding:
     u_out: float
     u_in: float
     tiny: float  # the smallest step of the output dtype near zero
+    tiny_in: float = 0.0  # and of the input dtype, for what is rounded to it on the way
     u32: float = 2.0**-24
 
     @staticmethod
     def of(out: torch.dtype, inp: torch.dtype, *, interpreted: bool = False) -> Rounding:
-        return Rounding(_roundoff(out, interpreted), _roundoff(inp, interpreted), _tiny(out))
+        u_out, u_in = _roundoff(out, interpreted), _roundoff(inp, interpreted)
+        return Rounding(u_out, u_in, _tiny(out), _tiny(inp))
 
 
 def sum_path(n: int) -> float:

@@ -250,7 +250,10 @@ def tolerance(
     inside = (sum_path(n) / 2 + 8) * rounding.u32
     first = rounding.u_in if casting == "llama" else 0.0
     scale = 1.0 if weight is None else (weight + offset).abs()
-    return (y.abs() * (rounding.u_out + first + inside) + rounding.tiny * (1 + scale),)
+    steps = rounding.tiny * (1 + scale)
+    if casting == "llama":  # the first rounding is to the input's dtype, which may be coarser
+        steps = steps + rounding.tiny_in * scale
+    return (y.abs() * (rounding.u_out + first + inside) + steps,)
 
 
 def tolerance_add(
@@ -258,8 +261,12 @@ def tolerance_add(
 ) -> tuple[torch.Tensor, ...]:
     """The sum is rounded before the norm: once in the element, once more through the rms."""
     y, total = outputs
+    weight, eps, offset, _ = rest
     (bound,) = tolerance(rounding, (y,), total, *rest)
-    return bound + 2 * rounding.u_in * y.abs(), rounding.u_in * total.abs() + rounding.tiny
+    rstd = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    scale = 1.0 if weight is None else (weight + offset).abs()
+    bound = bound + 2 * rounding.u_in * y.abs() + rounding.tiny_in * rstd * scale
+    return bound, rounding.u_in * total.abs() + rounding.tiny
 
 
 def tolerance_backward(

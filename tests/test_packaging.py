@@ -1,0 +1,95 @@
+"""The wheel: one top-level name, every file the kernels need, and the metadata pip acts on."""
+
+from __future__ import annotations
+
+import email
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import tilewright
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "src" / "tilewright"
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run([*command, str(REPOSITORY)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    (path,) = folder.iterdir()
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(wheel.read(name))
+
+
+def test_the_wheel_is_pure_python_of_this_version(wheel: zipfile.ZipFile) -> None:
+    name = Path(str(wheel.filename)).name
+    assert name == f"tilewright-{tilewright.__version__}-py3-none-any.whl"
+
+
+def test_tilewright_is_the_only_name_it_installs(wheel: zipfile.ZipFile) -> None:
+    """A wheel that installs `kernels`, `cuda` or `tests` shadows somebody else's."""
+    top = {name.partition("/")[0] for name in wheel.namelist()}
+    assert top == {"tilewright", f"tilewright-{tilewright.__version__}.dist-info"}
+
+
+def test_every_source_file_is_in_it(wheel: zipfile.ZipFile) -> None:
+    there = {n for n in wheel.namelist() if n.startswith("tilewright/")}
+    here = {
+        f"tilewright/{path.relative_to(SOURCE).as_posix()}"
+        for path in SOURCE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert there == here
+    assert {Path(n).suffix for n in there} >= {".py", ".cu", ".cuh", ".typed"}
+    assert not any("test" in Path(n).name or n.endswith((".pyc", ".so")) for n in there)
+
+
+def test_the_metadata_asks_for_what_pyproject_does(metadata: Message) -> None:
+    wanted = {"torch>=2.11", "numpy"}
+    wanted |= {"triton>=3.6;platform_system=='Linux'"}
+    wanted |= {"triton-windows>=3.6;platform_system=='Windows'"}
+    assert {plain(d) for d in PROJECT["dependencies"]} == wanted
+    asked = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert {plain(line) for line in asked} == wanted
+
+
+def plain(requirement: str) -> str:
+    return requirement.replace(" ", "").replace('"', "'")
+
+
+def test_the_extras_are_those_the_messages_name(metadata: Message) -> None:
+    extras = {"cli", "cuda", "cute", "hf", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
+    lines = metadata.get_all("Requires-Dist", [])
+    for extra in extras:
+        assert any(f"extra == '{extra}'" in line.replace('"', "'") for line in lines), extra
+
+
+def test_version_and_python_are_stated_once(metadata: Message) -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert metadata["Version"] == tilewright.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Name"] == "tilewright"
+
+
+def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
+    (name,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
+    assert "tilewright = tilewright.__main__:main" in wheel.read(name).decode()
+
+
+def test_typing_marker_is_there(wheel: zipfile.ZipFile) -> None:
+    assert "tilewright/py.typed" in wheel.namelist()

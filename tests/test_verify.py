@@ -1,0 +1,360 @@
+"""`tilewright verify` on every op, and the parts it is made of: bounds, layouts, seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.ops import registry
+from tilewright.spec import FLOATS, Op, Rounding
+from tilewright.verify import CHECKS, Context, Result, compare, layouts, plan
+from tilewright.verify.checks import _relaid
+from tilewright.verify.compare import Verdict, like_torch, same_bits, within
+from tilewright.verify.summary import summarise
+
+OPS = list(registry())
+EDGES = ("cases", "exact", "layouts", "empty", "nan", "repeat", "offsets")
+REPOSITORY = Path(__file__).parents[1]
+
+
+def verify(*words: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "tilewright", "verify", *words, "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [*command, "--workers", "1", "--json", str(report)],
+        env=environment, capture_output=True, text=True, timeout=550,
+    )  # fmt: skip
+    assert report.exists(), done.stderr[-2000:]
+    return done.returncode, json.loads(report.read_text())
+
+
+# --- the real thing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_500_random_cases_forward_and_backward(op: str, tmp_path: Path) -> None:
+    code, report = verify(op, "--only", "random", "--cases", "500", folder=tmp_path)
+    assert (code, [f["line"] for f in report["failures"]]) == (0, [])
+    run = {row["phase"]: row["run"] for row in report["checks"]}
+    assert run == {"forward": 500, "backward": 500}
+    seen = {(row["dtype"], row["phase"]): row["run"] for row in report["numerics"]}
+    for dtype in ("float32", "float16", "bfloat16"):
+        for phase in run:
+            assert seen[dtype, phase] > 100
+    assert all(row["worst_error_over_tolerance"] <= 1 for row in report["numerics"])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_edge(op: str, tmp_path: Path) -> None:
+    wanted = [*EDGES, *(["errors"] if registry()[op].errors else [])]
+    only = [word for name in wanted for word in ("--only", name)]
+    code, report = verify(op, "--quick", "--cases", "40", *only, folder=tmp_path)
+    assert (code, [f["line"] for f in report["failures"]]) == (0, [])
+    run: dict[str, int] = {}
+    for row in report["checks"]:
+        assert (row["op"], row["backend"], row["failed"]) == (op, "triton", 0)
+        run[row["check"]] = run.get(row["check"], 0) + row["run"]
+    assert set(run) == set(wanted)
+    assert run["exact"] == 20
+    assert run["layouts"] >= 3 * 3 * len(layouts.LAYOUTS)
+    assert run["empty"] == 2 * 7
+    assert run.get("errors", 0) == len(registry()[op].errors)
+    assert {"environment", "device", "full", "seconds"} < set(report)
+    assert report["environment"]["interpreter"] is True
+
+
+def test_every_public_function_declares_its_mistakes() -> None:
+    declared = {op.public_name for op in registry().values() if op.errors}
+    assert declared == {op.public_name for op in registry().values()}
+
+
+def test_every_check_is_planned_once_per_backend() -> None:
+    steps = plan(device="cpu", cases=1)
+    planned = [(context.op.name, check) for check, context in steps]
+    assert sorted(planned) == sorted((op, check) for op in OPS for check in CHECKS)
+    on_gpu = {(c.op.name, c.backend) for _, c in plan(device="cuda", cases=1)}
+    assert on_gpu > {("softmax", "cuda_v1"), ("softmax", "cuda_v2"), ("rms_norm", "cuda")}
+    assert not any(backend == "torch" for _, backend in on_gpu)
+
+
+def test_the_plan_covers_every_seed_once() -> None:
+    steps = plan(["relu"], only=["random"], cases=120, seed=7)
+    seeds = [s for _, c in steps for s in range(c.seed, c.seed + c.cases)]
+    assert seeds == list(range(7, 127))
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+ONE = torch.tensor([1.0, 2.0], dtype=torch.float64)
+BOUND = torch.tensor([1e-3, 1e-3], dtype=torch.float64)
+
+
+def judge(got: Any, wanted: Any = ONE, bound: Any = BOUND) -> Verdict:
+    got = torch.as_tensor(got, dtype=torch.float32)
+    return within(got, torch.as_tensor(wanted, dtype=torch.float64), bound, "it")
+
+
+def test_an_error_counts_in_tolerances() -> None:
+    assert judge([1.0, 2.0]).ratio == 0
+    half = judge([1.0, 2.0005])
+    assert half.passed
+    assert half.ratio == pytest.approx(0.5, rel=1e-3)
+    assert half.error == pytest.approx(5e-4, rel=1e-3)
+    twice = judge([0.998, 2.0])
+    assert not twice.passed
+    assert twice.ratio == pytest.approx(2, rel=1e-3)
+
+
+def test_the_worst_element_decides() -> None:
+    bound = torch.tensor([1.0, 1e-3], dtype=torch.float64)
+    assert not judge([1.0, 2.1], bound=bound).passed
+    assert judge([1.1, 2.0], bound=bound).passed
+
+
+def test_a_zero_bound_allows_nothing() -> None:
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert judge([1.0, 2.0], bound=zero).passed
+    assert judge([1.0, 2.0000002], bound=zero).ratio == math.inf
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        ([1.0, math.nan], [1.0, 2.0]),
+        ([1.0, 2.0], [1.0, math.nan]),
+        ([1.0, math.inf], [1.0, 2.0]),
+        ([1.0, math.inf], [1.0, math.nan]),
+        ([math.nan, 1.0], [1.0, math.nan]),
+        ([1.0, 2.0], [1.0, math.inf]),
+        ([1.0, -math.inf], [1.0, math.inf]),
+        ([1.0, 2.0], [1.0, 1e300]),  # float32 overflows there
+        ([1.0, -math.inf], [1.0, 1e300]),
+    ],
+)
+def test_nan_and_infinity_stand_where_float64_has_them(got: Any, wanted: Any) -> None:
+    assert not judge(got, wanted).passed
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_in_their_place_pass(odd: float) -> None:
+    assert judge([1.0, odd], [1.0, odd]).passed
+    assert not judge([1.1, odd], [1.0, odd]).passed
+
+
+def test_overflow_gives_infinity_or_the_largest_number() -> None:
+    """Triton's interpreter truncates to bfloat16, which stops one step short of infinity."""
+    largest = torch.finfo(torch.float32).max
+    assert judge([1.0, math.inf], [1.0, 1e300]).passed
+    assert judge([1.0, largest], [1.0, 1e300]).passed
+
+
+def test_a_result_of_another_shape_fails() -> None:
+    assert "shape" in judge([1.0]).message
+
+
+def test_verdicts_keep_the_worst() -> None:
+    fine, bad, said = Verdict(0.5), Verdict(1.5), Verdict(message="no")
+    assert fine.worst(bad) == bad.worst(fine) == bad
+    assert fine.worst(said) == said.worst(bad) == said
+    for first, second in ((fine, Verdict(math.nan)), (Verdict(math.nan), fine)):
+        assert not first.worst(second).passed
+    assert fine.passed
+    assert not bad.passed
+    assert not said.passed
+
+
+def test_twice_torchs_own_error_is_the_limit() -> None:
+    wanted = torch.tensor([1.0, 4.0], dtype=torch.float64)
+    torchs = torch.tensor([1.0, 4.01], dtype=torch.float16)
+    theirs = float((torchs.double() - wanted).abs().max())
+    near = (wanted + 1.5 * theirs).to(torch.float32)
+    far = (wanted + 2.5 * theirs).to(torch.float32)
+    assert like_torch(near, wanted, torchs, 2.0**-11, "it").passed
+    assert not like_torch(far, wanted, torchs, 2.0**-11, "it").passed
+
+
+def test_one_rounding_is_no_error_where_torch_was_lucky() -> None:
+    wanted = torch.tensor([1.0], dtype=torch.float64)
+    got = torch.tensor([1.0 + 2.0**-11], dtype=torch.float32)
+    assert like_torch(got, wanted, torch.ones(1), 2.0**-11, "it").passed
+    assert not like_torch(got, wanted, torch.ones(1), 2.0**-24, "it").passed
+
+
+def test_roundoffs_are_those_of_the_dtypes() -> None:
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        assert Rounding.of(dtype, dtype).u_out == torch.finfo(dtype).eps / 2
+    mixed = Rounding.of(torch.float32, torch.bfloat16)
+    assert (mixed.u_out, mixed.u_in) == (2.0**-24, 2.0**-8)
+    assert Rounding.of(torch.float16, torch.float16).tiny == 2.0**-24
+    assert Rounding.of(torch.float32, torch.float32).tiny == 2.0**-126
+
+
+def test_only_bfloat16_is_truncated_in_the_interpreter() -> None:
+    for dtype in FLOATS:
+        there, here = Rounding.of(dtype, dtype), Rounding.of(dtype, dtype, interpreted=True)
+        assert here.u_out == there.u_out * (2 if dtype is torch.bfloat16 else 1)
+        assert here.u_in == here.u_out
+
+
+def fake_op(run: Any, monkeypatch: pytest.MonkeyPatch) -> Op:
+    """relu's declaration with another forward behind it."""
+    monkeypatch.setattr(compare, "call", lambda op, args, backend: run(*args))
+    return registry()["relu"]
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (lambda x: torch.relu(x).half(), "float16"),
+        (lambda x: torch.relu(x).t().contiguous().t(), "declared"),
+        (lambda x: torch.relu_(x), "argument input was changed"),
+        (lambda x: torch.relu(x) + 1e-7, ""),
+        (lambda x: torch.relu(x)[0], "declared"),
+        (lambda x: 1 / 0, "raised ZeroDivisionError"),
+    ],
+    ids=["dtype", "strides", "changes its input", "wrong", "shape", "raises"],
+)
+def test_forward_refuses(run: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = fake_op(run, monkeypatch)
+    verdict, _ = compare.forward(op, (X.clone(),), "triton", interpreted=True)
+    assert not verdict.passed
+    assert says in verdict.message
+
+
+def test_forward_accepts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = fake_op(torch.relu, monkeypatch)
+    verdict, _ = compare.forward(op, (X.clone(),), "triton", interpreted=True)
+    assert verdict.passed
+    assert verdict.ratio == 0
+
+
+def test_same_bits_tells_zeros_apart_and_knows_nan() -> None:
+    nan = torch.tensor([math.nan])
+    assert same_bits([nan], [nan.clone()])
+    assert not same_bits([torch.tensor([0.0])], [torch.tensor([-0.0])])
+
+
+def test_the_summary_counts_failures() -> None:
+    good = Result("relu", "random", "triton", "(2,)", "float32", "forward", True, 0.5, 0.1)
+    bad = Result("relu", "random", "triton", "(3,)", "float32", "forward", False, 3.0, 0.7, seed=9)
+    report = summarise([good, bad], "cpu")
+    assert report["checks"][0]["run"] == 2
+    assert report["checks"][0]["failed"] == 1
+    assert report["numerics"][0]["worst_error"] == 0.7
+    (failure,) = report["failures"]
+    assert "3.00 of its tolerance" in failure["line"]
+    assert "--only random --backend triton --seed 9 --cases 1" in failure["repro"]
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+VALUES = torch.arange(6.0 * 128).reshape(6, 128)
+SHAPED = {"expanded", "5-d leading", "channels last", "two levels"}
+
+
+@pytest.mark.parametrize("name", layouts.SAME_VALUES)
+def test_layout_keeps_the_values(name: str) -> None:
+    laid = layouts.LAYOUTS[name](VALUES)
+    assert laid.shape == VALUES.shape
+    assert same_bits([laid], [VALUES])
+    assert laid.is_contiguous() == (name == "misaligned")
+
+
+def test_only_these_layouts_change_shape_or_values() -> None:
+    assert set(layouts.LAYOUTS) - set(layouts.SAME_VALUES) <= SHAPED
+    assert len(layouts.LAYOUTS) >= 8
+
+
+def test_each_layout_is_what_its_name_says() -> None:
+    made = {name: layout(VALUES) for name, layout in layouts.LAYOUTS.items()}
+    assert made["transposed"].stride() == (1, 6)
+    assert made["column slice"].stride() == (192, 1)
+    assert made["row step 2"].stride() == (256, 1)
+    assert made["fused qkv"].stride() == (384, 1)
+    assert made["expanded"].stride() == (0, 1)
+    assert same_bits([made["expanded"]], [VALUES[:1].expand(6, 128)])
+    assert made["5-d leading"].dim() == 5
+    assert made["5-d leading"].stride(-1) == 1
+    assert layouts.rows_of(made["5-d leading"].shape, made["5-d leading"].stride()) is None
+    assert made["channels last"].is_contiguous(memory_format=torch.channels_last)
+    assert not made["channels last"].is_contiguous()
+
+
+def test_some_layout_has_rows_of_two_levels() -> None:
+    made = [layout(VALUES) for layout in layouts.LAYOUTS.values()]
+    views = [layouts.rows_of(m.shape, m.stride()) for m in made]
+    assert any(view and view.inner > 1 and view.inner_stride for view in views)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_misaligned_is_misaligned(dtype: torch.dtype) -> None:
+    laid = layouts.misaligned(VALUES.to(dtype))
+    assert laid.data_ptr() % 16
+    assert laid.is_contiguous()
+    assert not layouts.is_aligned(laid)
+    assert layouts.is_aligned(VALUES.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["column slice", "row step 2", "fused qkv", "misaligned"])
+def test_nan_lies_around_a_layout(name: str) -> None:
+    """A kernel that reads past its row must not read zeros."""
+    laid = layouts.LAYOUTS[name](VALUES)
+    outside = laid.untyped_storage().nbytes() // 4 - VALUES.numel()
+    room = torch.empty(0).set_(laid.untyped_storage())
+    assert int(room.isnan().sum()) == outside > 0
+
+
+# --- seeds ---------------------------------------------------------------------------------------
+
+
+def random_case(op: str, seed: int) -> tuple[Any, ...]:
+    context = Context(registry()[op], "triton", "cpu", False, 1, seed)
+    rng = random.Random(seed)
+    dims, dtype = context.op.sample(rng), rng.choice(FLOATS)
+    return tuple(_relaid(a, rng) for a in context.inputs(dims, dtype, seed))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_seed_makes_the_whole_case(op: str) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)  # torch's own generator has no say
+        for a, b in zip(random_case(op, 5), random_case(op, 5), strict=True):
+            if isinstance(a, torch.Tensor):
+                assert a.stride() == b.stride()
+                assert same_bits([a], [b])
+            else:
+                assert a == b
+    shapes = {tuple(random_case(op, seed)[0].shape) for seed in range(20)}
+    assert len(shapes) > 10
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_random_cases_reach_every_layout_and_dtype(op: str) -> None:
+    firsts = [random_case(op, seed)[0] for seed in range(300)]
+    assert {x.dtype for x in firsts} == set(FLOATS)
+    assert {x.dim() for x in firsts} == {1, 2, 3, 4}
+    assert any(x.data_ptr() % 16 for x in firsts)
+    assert sum(not x.is_contiguous() for x in firsts) > 50
+
+
+def test_one_seed_gives_one_result(tmp_path: Path) -> None:
+    reports = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        words = ("softmax", "--only", "random", "--seed", "41", "--cases", "2")
+        reports.append(verify(*words, folder=tmp_path / name)[1])
+    assert reports[0]["numerics"] == reports[1]["numerics"] != []
