@@ -155,8 +155,8 @@ PLANTED = (
     ),
     Planted(
         "eps stands outside the square root", NORM_RANDOM, RMS_NORM,
-        "rstd = tl.rsqrt(tl.sum(x * x, 1) / n + eps)  # [ROWS]",
-        "rstd = 1 / (tl.sqrt(tl.sum(x * x, 1) / n) + eps)  # [ROWS]",
+        "rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + eps)  # [ROWS]",
+        "rstd = 1 / (tl.sqrt(mean_of(tl.sum(x * x, 1), n)) + eps)  # [ROWS]",
     ),
     Planted(
         "every casting rounds before the weight", NORM_RANDOM, RMS_NORM,
@@ -172,7 +172,7 @@ PLANTED = (
     ),
     Planted(
         "the mean divides by the tile's width", NORM_RANDOM, RMS_NORM,
-        "tl.rsqrt(tl.sum(x * x, 1) / n + eps)", "tl.rsqrt(tl.sum(x * x, 1) / BLOCK + eps)", times=2,
+        "mean_of(tl.sum(x * x, 1), n)", "mean_of(tl.sum(x * x, 1), BLOCK)", times=2,
     ),
     Planted(
         "the backward leaves out the mean", NORM_RANDOM, RMS_NORM,

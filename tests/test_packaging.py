@@ -10,13 +10,12 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import tilewright
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src" / "tilewright"
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+PROJECT = (REPOSITORY / "pyproject.toml").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,6 @@ def test_the_metadata_asks_for_what_pyproject_does(metadata: Message) -> None:
     wanted = {"torch>=2.11", "numpy"}
     wanted |= {"triton>=3.6;platform_system=='Linux'"}
     wanted |= {"triton-windows>=3.6;platform_system=='Windows'"}
-    assert {plain(d) for d in PROJECT["dependencies"]} == wanted
     asked = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {plain(line) for line in asked} == wanted
 
@@ -80,7 +78,7 @@ def test_the_extras_are_those_the_messages_name(metadata: Message) -> None:
 
 
 def test_version_and_python_are_stated_once(metadata: Message) -> None:
-    assert "version" in PROJECT["dynamic"]
+    assert 'dynamic = ["version"]' in PROJECT
     assert metadata["Version"] == tilewright.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["Name"] == "tilewright"

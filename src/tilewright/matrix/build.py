@@ -103,12 +103,16 @@ def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
         source_class = GluonASTSource
     source = source_class(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
-    registers, spills = _usage(compiled.asm["cubin"])
+    registers, stack = _usage(compiled.asm["cubin"])
+    # A stack below the register cap is the frame of a call (a correctly rounded division makes
+    # one); the assembler spills only when the registers of a block run out.
+    cap = min(255, 65536 // (32 * compiled.metadata.num_warps))
+    spills = stack if registers > cap - 8 else 0
     return registers, spills, compiled.metadata.shared, compiled.asm["ptx"]
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and local-memory bytes (spills) as the bundled cuobjdump reports them."""
+    """Registers and bytes of stack as the bundled cuobjdump reports them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -137,12 +137,10 @@ def _kind(argument: Any) -> str:
 
 @cache
 def _source(kernel: Any) -> str:
-    """The kernel's text and that of the helpers it may call."""
-    from tilewright.toolkit import triton_lib
-
-    module = inspect.getmodule(kernel.fn)
-    texts = [inspect.getsource(triton_lib), inspect.getsource(module) if module else ""]
-    return _digest(*texts)
+    """The text of every jit function that the kernel's module holds: it, and all it may call."""
+    names = kernel.fn.__globals__
+    functions = [f for _, f in sorted(names.items()) if hasattr(f, "fn") and hasattr(f, "params")]
+    return _digest(*(inspect.getsource(f.fn) for f in functions))
 
 
 @cache

@@ -37,13 +37,20 @@ class Launch:
     programs: int
 
 
-# Columns that stay in registers without a spill, by what a thread holds (compile matrix, 2026-11).
-WIDEST = {"norm": 32768, "add": 16384, "backward": 8192}
+# Columns that stay in registers without a spill on any SM, by what a thread holds and by the bytes
+# of an element (compile matrix, 2026-11).
+WIDEST = {
+    "norm": {2: 32768, 4: 16384},
+    "add": {2: 16384, 4: 16384},
+    "backward": {2: 8192, 4: 8192},
+}
 
 
-def launch(count: int, n: int, vec: int, gpu: Gpu, form: str, *, partials: bool = False) -> Launch:
+def launch(
+    count: int, n: int, vec: int, gpu: Gpu, form: str, size: int, *, partials: bool = False
+) -> Launch:
     """One program per tile; with dW, as many as stay resident, each walking several tiles."""
-    choice = tile(n, vec, WIDEST[form])
+    choice = tile(n, vec, WIDEST[form][size])
     tiles = programs(count, choice.rows)
     resident = gpu.sm_count * (2 if choice.warps <= 8 else 1)
     return Launch(choice, min(tiles, resident) if partials else tiles)
@@ -233,7 +240,8 @@ def _prepare(
         (input.new_empty(0, dtype=out), None),
     ]
     vec = vector_width(view.n, *((t, r) for t, r in given if t is not None))
-    choice = launch(view.count, view.n, vec, gpu, "norm" if residual is None else "add")
+    form = "norm" if residual is None else "add"
+    choice = launch(view.count, view.n, vec, gpu, form, input.element_size())
     pointers: list[Any] = [out, input, weight, *([] if residual is None else [residual, dtype])]
     kernel = bind(
         _norm_rows if choice.tile.whole else _norm_wide_rows,
@@ -272,7 +280,8 @@ def _prepare_backward(
     r_view = view if grad_residual is None else rows(grad_residual)
     given = [(grad, g_view), (grad_residual, r_view), (input, view), (weight, None)]
     n, vec = view.n, vector_width(view.n, *((t, r) for t, r in given if t is not None))
-    choice = launch(view.count, n, vec, gpu, "backward", partials=weight_grad)
+    size = input.element_size()
+    choice = launch(view.count, n, vec, gpu, "backward", size, partials=weight_grad)
     kernel = bind(
         _backward_rows if choice.tile.whole else _backward_wide_rows,
         (choice.programs,),

@@ -1,0 +1,425 @@
+"""The compile matrix: it asks for every kernel, compiles what it must, and notices a lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from typer.testing import CliRunner
+
+from tilewright import dispatch, gpu, library, matrix
+from tilewright.cli import app
+from tilewright.matrix import Built, Ledger, Wanted, reach, tables
+from tilewright.ops import every_op
+from tilewright.toolkit import nvrtc, recording
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+@pytest.fixture(scope="module")
+def everything() -> list[Wanted]:
+    return list(matrix.reachable())
+
+
+@pytest.fixture(scope="module")
+def relu_75() -> list[Wanted]:
+    return list(matrix.reachable(["relu"], [75]))
+
+
+@pytest.fixture(scope="module")
+def cuda_90() -> Wanted:
+    wanted = matrix.reachable(["softmax"], [90])
+    return next(w for w in wanted if w.backend == "cuda_v1")
+
+
+def as_built(wanted: Wanted, **facts: Any) -> Built:
+    """A ledger's entry without compiling anything."""
+    facts = {"registers": 32, **facts}
+    return Built(
+        wanted.key, wanted.op, wanted.backend, wanted.kernel, wanted.dtype, wanted.sm, wanted.case,
+        "", reach.compiler(wanted.request.technology), **facts,
+    )  # fmt: skip
+
+
+def ledger_of(*entries: Built) -> Ledger:
+    ledger = Ledger(None)
+    ledger.known = {b.key: b for b in entries}
+    return ledger
+
+
+# --- what can be reached -------------------------------------------------------------------------
+
+
+def test_every_backend_of_both_passes_on_every_sm(everything: list[Wanted]) -> None:
+    found = {(w.op, w.backend, w.sm) for w in everything}
+    for op in every_op().values():
+        for backend in op.backends:
+            for sm in matrix.SMS if backend.technology != "torch" else ():
+                assert (op.name, backend.name, sm) in found, (op.name, backend.name, sm)
+    assert matrix.SMS == tuple(gpu.ARCHS)
+
+
+def test_every_registered_op_is_reached(everything: list[Wanted]) -> None:
+    """The in-place ops too, which are no public ops of their own."""
+    assert {w.op for w in everything} >= set(library.calls)
+
+
+def test_every_kernel_that_is_written_is_reached(everything: list[Wanted]) -> None:
+    """A @triton.jit function that takes pointers is a kernel; one that nothing asks for is dead."""
+    found = {w.kernel for w in everything}
+    for name in {op.backends[0].entry.partition(":")[0] for op in every_op().values()}:
+        module = sys.modules[name]
+        for function, value in vars(module).items():
+            if type(value).__name__ == "JITFunction" and value.fn.__module__ == name:
+                if any(a.endswith("_ptr") for a in inspect.signature(value.fn).parameters):
+                    assert function in found
+
+
+def test_every_dtype_and_alignment_is_reached(everything: list[Wanted]) -> None:
+    relu = [w for w in everything if w.op == "relu" and w.sm == 90]
+    assert {w.dtype for w in relu} == {"float32", "float16", "bfloat16"}
+    assert {dict(w.request.constants)["VEC"] for w in relu} == {1, 4, 8}
+
+
+def test_no_binary_is_wanted_twice(everything: list[Wanted]) -> None:
+    assert max(Counter(w.key for w in everything).values()) == 1
+
+
+def test_an_sm_asks_for_the_same_in_any_order() -> None:
+    one = [w.key for w in matrix.reachable(["relu"], [75, 90])]
+    other = [w.key for w in matrix.reachable(["relu"], [90, 75])]
+    assert sorted(one) == sorted(other)
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def changed(wanted: Wanted, **facts: Any) -> Wanted:
+    return dataclasses.replace(wanted, request=dataclasses.replace(wanted.request, **facts))
+
+
+def test_a_key_changes_with_what_is_compiled(
+    relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = relu_75[0]
+    request = first.request
+    constants = tuple((k, 2 * v if k == "BLOCK" else v) for k, v in request.constants)
+    options = tuple((k, 8 if k == "num_warps" else v) for k, v in request.options)
+    pointer = dataclasses.replace(request.arguments[0], dtype=torch.float64)
+    aligned = dataclasses.replace(request.arguments[0], aligned=not request.arguments[0].aligned)
+    keys = {
+        "as it is": first.key,
+        "SM": dataclasses.replace(first, sm=80).key,
+        "constants": changed(first, constants=constants).key,
+        "options": changed(first, options=options).key,
+        "dtype": changed(first, arguments=(pointer, *request.arguments[1:])).key,
+        "alignment": changed(first, arguments=(aligned, *request.arguments[1:])).key,
+        "64-bit size": changed(first, arguments=(*request.arguments[:2], 2**31)).key,
+    }
+    monkeypatch.setattr(reach, "compiler", lambda technology: "triton 9.9")
+    keys["compiler"] = first.key
+    monkeypatch.undo()
+    monkeypatch.setattr(reach, "_source", lambda kernel: "another text")
+    keys["source"] = first.key
+    assert len(set(keys.values())) == len(keys), keys
+
+
+def test_a_key_does_not_change_with_the_exact_size(relu_75: list[Wanted]) -> None:
+    """Integers are not specialised, so one binary serves every size of a class."""
+    request = relu_75[0].request
+    sizes = tuple(a + 1 if isinstance(a, int) else a for a in request.arguments)
+    assert sizes != request.arguments
+    assert changed(relu_75[0], arguments=sizes).key == relu_75[0].key
+
+
+def test_the_source_is_the_kernels_file_and_the_shared_helpers(
+    relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, real = relu_75[0].request.kernel, inspect.getsource
+    texts = {"as it is": reach._source.__wrapped__(kernel)}
+    for file in ("triton_lib", "triton_impl"):
+        monkeypatch.setattr(
+            inspect, "getsource", lambda m, f=file: real(m) + "# edited" * m.__name__.endswith(f)
+        )
+        texts[file] = reach._source.__wrapped__(kernel)
+    assert len(set(texts.values())) == 3
+
+
+def test_a_cuda_key_changes_with_source_flags_and_shared_memory(cuda_90: Wanted) -> None:
+    other = nvrtc.Source(Path(nvrtc.__file__).with_name("none.cu"))
+    other.__dict__["digest"] = "another"
+    keys = {
+        cuda_90.key,
+        changed(cuda_90, source=other).key,
+        changed(cuda_90, options=(("fma", False),)).key,
+        changed(cuda_90, dynamic_shared=1024).key,
+        changed(cuda_90, kernel=cuda_90.request.kernel + " ").key,
+        dataclasses.replace(cuda_90, sm=80).key,
+    }
+    assert len(keys) == 6
+
+
+def test_keys_are_the_same_in_another_process(relu_75: list[Wanted]) -> None:
+    code = (
+        "from tilewright import matrix\nprint(*(w.key for w in matrix.reachable(['relu'], [75])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [w.key for w in relu_75]
+
+
+# --- what to compile now -------------------------------------------------------------------------
+
+
+def select(wanted: list[Wanted], ledger: Ledger, sample: float, seed: int = 0) -> Any:
+    return matrix.select(wanted, ledger, sample, random.Random(seed))
+
+
+def test_everything_is_compiled_when_nothing_is_known(relu_75: list[Wanted]) -> None:
+    now, known = select(relu_75, Ledger(None), 0.0)
+    assert (now, known) == (relu_75, [])
+
+
+def test_what_changed_is_compiled_and_one_of_every_kernel_and_sm(everything: list[Wanted]) -> None:
+    new = {w.key for w in everything[::97]}
+    ledger = ledger_of(*(as_built(w) for w in everything if w.key not in new))
+    now, known = select(everything, ledger, 0.0)
+    compiled = {w.key for w in now}
+    assert new <= compiled
+    kernels = {(w.backend, w.kernel.partition("<")[0], w.sm) for w in everything}
+    assert {(w.backend, w.kernel.partition("<")[0], w.sm) for w in now} == kernels
+    assert len(now) <= len(new) + len(kernels)
+    assert len(now) + len(known) == len(everything)
+    assert not compiled & {b.key for b in known}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_about_the_sampled_share_of_the_rest_is_compiled(
+    share: float, everything: list[Wanted]
+) -> None:
+    ledger = ledger_of(*(as_built(w) for w in everything))
+    fewest = len(select(everything, ledger, 0.0)[0])
+    now = len(select(everything, ledger, share)[0])
+    rest = len(everything) - fewest
+    assert now - fewest == pytest.approx(share * rest, rel=0.2)
+    assert len(select(everything, ledger, 1.0)[0]) == len(everything)
+
+
+def test_a_seed_selects_the_same_and_another_seed_another(everything: list[Wanted]) -> None:
+    ledger = ledger_of(*(as_built(w) for w in everything))
+    chosen = [[w.key for w in select(everything, ledger, 0.05, s)[0]] for s in (3, 3, 4)]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+# --- the ledger ----------------------------------------------------------------------------------
+
+
+def test_the_ledger_gives_back_what_was_written(tmp_path: Path, relu_75: list[Wanted]) -> None:
+    entries = [as_built(w, shared=i, violation="spills" * (i % 2)) for i, w in enumerate(relu_75)]
+    Ledger(tmp_path / "new").write(entries)
+    assert list((tmp_path / "new").iterdir()) == [
+        tmp_path / "new" / f"triton-{triton.__version__}.jsonl"
+    ]
+    again = Ledger(tmp_path / "new")
+    assert again.known == {b.key: b for b in entries}
+    text = next((tmp_path / "new").iterdir()).read_text()
+    again.write(reversed(entries))
+    assert next((tmp_path / "new").iterdir()).read_text() == text
+
+
+def test_a_part_that_is_written_leaves_the_rest(tmp_path: Path, relu_75: list[Wanted]) -> None:
+    first, *others = [as_built(w) for w in relu_75]
+    elsewhere = dataclasses.replace(first, key="elsewhere", sm=90)
+    older = dataclasses.replace(first, key="older", compiler="triton 3.6.0")
+    Ledger(tmp_path).write([first, *others, elsewhere, older])
+    assert len(list(tmp_path.iterdir())) == 2
+    newer = dataclasses.replace(first, key="newer", op=first.op)
+    Ledger(tmp_path).write([newer])
+    known = Ledger(tmp_path).known
+    assert {"newer", "elsewhere", "older"} <= set(known)
+    assert first.key not in known  # nothing reaches it any more
+
+
+def test_no_folder_is_an_empty_ledger(tmp_path: Path) -> None:
+    assert Ledger(None).known == Ledger(tmp_path / "none").known == {}
+
+
+def test_facts_that_differ_are_drift(relu_75: list[Wanted]) -> None:
+    entry = as_built(relu_75[0])
+    assert not tables.differs(entry, dataclasses.replace(entry, case="another", dtype="another"))
+    for fact in ({"registers": 33}, {"shared": 1}, {"spills": 4}, {"violation": "no"}):
+        assert tables.differs(entry, dataclasses.replace(entry, **fact))
+
+
+# --- compiling -----------------------------------------------------------------------------------
+
+
+def compile_cli(*words: str) -> tuple[int, dict[str, Any], str]:
+    command = [sys.executable, "-m", "tilewright", "compile", *words, "--json", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.stdout, done.stderr[-2000:]
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_relu_compiles_and_an_edited_ledger_shows(tmp_path: Path) -> None:
+    """The representative part: every relu for the oldest SM and the one that is timed."""
+    words = ("relu", "--arch", "75", "--arch", "h200", "--ledger", str(tmp_path))
+    code, record, _ = compile_cli(*words, "--update", "--workers", "1")
+    assert (code, record["violations"]) == (0, [])
+    assert record["sms"] == [75, 90]
+    assert record["compiled"] == record["binaries"] >= 48
+    assert {row["kernel"] for row in record["kernels"]} == {"_relu", "_relu_backward"}
+    (path,) = tmp_path.iterdir()
+    entries = [Built(**json.loads(line)) for line in path.read_text().splitlines()]
+    assert all(16 <= b.registers <= 255 and not b.spills and not b.shared for b in entries)
+
+    edited = dataclasses.replace(entries[0], registers=entries[0].registers + 1)
+    Ledger(tmp_path).write([edited, *(b for b in entries[1:])])
+    words = ("relu", "--arch", str(edited.sm), "--ledger", str(tmp_path))
+    code, record, said = compile_cli(*words, "--sample", "1.0", "--workers", "1")
+    assert code == 1
+    (violation,) = record["violations"]
+    assert violation.startswith(f"{edited.op} triton {edited.kernel} {edited.dtype} SM {edited.sm}")
+    assert "the ledger holds other facts" in violation
+    assert violation in said  # on one line, whatever the width of the terminal
+
+
+def test_known_binaries_are_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relu_75: list[Wanted]
+) -> None:
+    def compiled(wanted: Any, workers: Any = None) -> Any:
+        return iter([as_built(w) for w in wanted])
+
+    monkeypatch.setattr(matrix, "run", compiled)
+    Ledger(tmp_path).write(as_built(w) for w in relu_75)
+    words = ["compile", "relu", "--arch", "75", "--ledger", str(tmp_path), "--json", "-"]
+    record = json.loads(CliRunner().invoke(app, [*words, "--sample", "0"]).stdout)
+    kernels = len({(w.backend, w.kernel) for w in relu_75})
+    assert (record["compiled"], record["known"]) == (kernels, len(relu_75) - kernels)
+    record = json.loads(CliRunner().invoke(app, [*words, "--all"]).stdout)
+    assert (record["compiled"], record["known"]) == (len(relu_75), 0)
+
+
+def violations_of(wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
+    """Exit code and violations of a matrix of one binary."""
+    monkeypatch.setattr(matrix, "reachable", lambda ops, sms: [wanted])
+    done = CliRunner().invoke(app, ["compile", "--arch", "90", "--workers", "1", "--json", "-"])
+    return done.exit_code, json.loads(done.stdout)["violations"]
+
+
+def test_a_fitting_cuda_kernel_is_no_violation(
+    cuda_90: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert violations_of(cuda_90, monkeypatch) == (0, [])
+
+
+def test_too_much_shared_memory_is_a_violation(
+    cuda_90: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(gpu.ARCHS[90], shared_per_block=1024)
+    monkeypatch.setattr(gpu, "arch_of", lambda sm: small)
+    code, (violation,) = violations_of(cuda_90, monkeypatch)
+    assert code == 1
+    assert "exceeds the 1024 bytes of SM 90" in violation
+
+
+def test_dynamic_shared_memory_counts(cuda_90: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = gpu.ARCHS[90].shared_per_block
+    code, (violation,) = violations_of(changed(cuda_90, dynamic_shared=limit), monkeypatch)
+    assert code == 1
+    assert "shared memory" in violation
+
+
+HUNGRY = """
+__global__ void hungry(float* y, const float* x) {
+  float v[64];
+  #pragma unroll
+  for (int i = 0; i < 64; ++i) v[i] = x[threadIdx.x + 32 * i];
+  #pragma unroll
+  for (int k = 0; k < 64; ++k) {
+    float s = 0;
+    #pragma unroll
+    for (int i = 0; i < 64; ++i) s += v[i] * v[(i * 7 + k) % 64];
+    y[threadIdx.x + 32 * k] = s;
+  }
+}
+"""
+
+
+def test_flags_reach_the_compiler_and_a_spill_is_a_violation(
+    cuda_90: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hungry.cu").write_text(HUNGRY)
+    source = nvrtc.Source(tmp_path / "hungry.cu")
+    hungry = changed(cuda_90, source=source, kernel="hungry")
+    assert violations_of(hungry, monkeypatch) == (0, [])
+    few = changed(hungry, options=(("max_register_count", 32),))
+    code, (violation,) = violations_of(few, monkeypatch)
+    assert code == 1
+    assert "spills" in violation
+
+
+def test_a_triton_kernel_that_spills_is_a_violation(
+    everything: list[Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = next(w for w in everything if w.sm == 90 and w.kernel == "_softmax_rows")
+    constants = tuple((k, 8192 if k == "BLOCK" else 1) for k, _ in wanted.request.constants)
+    options = tuple((k, 1 if k == "num_warps" else v) for k, v in wanted.request.options)
+    huge = changed(wanted, constants=constants, options=options)
+    code, (violation,) = violations_of(huge, monkeypatch)
+    assert code == 1
+    assert "spills" in violation
+
+
+def test_a_kernel_that_does_not_compile_is_a_violation(
+    cuda_90: Wanted, relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, (violation,) = violations_of(changed(cuda_90, kernel="no_such_kernel"), monkeypatch)
+    assert code == 1
+    assert "does not compile: BuildError" in violation
+    odd = tuple((k, 3 if k == "BLOCK" else v) for k, v in relu_75[0].request.constants)
+    code, (violation,) = violations_of(changed(relu_75[0], constants=odd), monkeypatch)
+    assert code == 1
+    assert "does not compile: CompilationError" in violation
+
+
+def test_a_promise_of_tensor_cores_is_held_to(cuda_90: Wanted) -> None:
+    built = matrix.build(dataclasses.replace(cuda_90, tensor_cores=True))
+    assert "no tensor-core instruction" in built.violation
+
+
+def test_a_matrix_of_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "reachable", lambda ops, sms: [])
+    assert CliRunner().invoke(app, ["compile", "--arch", "90"]).exit_code == 1
+
+
+def test_a_damaged_ledger_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "triton-3.9.0.jsonl").write_text('{"key"\n')
+    done = CliRunner().invoke(app, ["compile", "relu", "--arch", "90", "--ledger", str(tmp_path)])
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "triton-3.9.0.jsonl" in done.stderr
+
+
+def test_a_recorded_kernel_cannot_be_launched(relu_75: list[Wanted]) -> None:
+    with recording.recording() as requests:
+        op = every_op()["relu"]
+        x = torch.empty(3, 8, device="meta")
+        run = dispatch.load(op.backends[0].entry)(gpu.pretend("h100"), x)
+    assert len(requests) == 1
+    with pytest.raises(AssertionError, match="recorded for compilation only"):
+        run(x)
