@@ -120,6 +120,7 @@ class Op:
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     autograd: Autograd | None = None
     autocast: Callable[..., Args] | None = None  # (*args) -> args; None: keeps the dtype
+    in_place: Op | None = None  # the same op written over its input
     exact_inputs: Callable[..., Args] | None = None  # as inputs; the result is exact in any order
     layout_argument: str = "input"  # the argument that verify gives hostile layouts
     errors: tuple[BadInput, ...] = ()

@@ -70,6 +70,8 @@ def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:
             for aligned in (True, False):
                 args = meta if aligned else _misaligned(meta)
                 yield from _of_call(op, args, gpu, dtype, case.name)
+                if op.in_place is not None:
+                    yield from _of_call(op.in_place, args, gpu, dtype, case.name)
                 if op.autograd is not None:
                     outputs = as_tuple(op.outputs(*args))
                     call = op.backward_call(args, outputs, outputs)

@@ -170,6 +170,23 @@ def hostile_layouts(c: Context) -> Iterator[Result]:
         yield c.result("layouts", f"{name} gradient", dtype, "backward", verdict)
 
 
+def in_place(c: Context) -> Iterator[Result]:
+    """Written over its input, in every layout without overlap: the bits of the forward."""
+    if c.op.in_place is None:
+        return
+    for (name, layout), dtype in itertools.product(layouts.LAYOUTS.items(), FLOATS):
+        if name == "expanded":
+            continue
+        (x, *others) = c.inputs({"shape": (6, 128)}, dtype, c.seed)
+        target = layout(x)
+        with torch.no_grad():
+            wanted = as_tuple(call(c.op, (target.clone(), *others), c.backend))
+            call(c.op.in_place, (target, *others), c.backend)
+        same = compare.same_bits((target,), wanted)
+        verdict = Verdict() if same else Verdict(message="not the bits of the forward")
+        yield c.result("in place", name, dtype, "forward", verdict)
+
+
 def empty(c: Context) -> Iterator[Result]:
     """Every subset of dims set to zero: empty results, and zero gradients for weights."""
     shape = (2, 3, 16)
@@ -278,6 +295,7 @@ CHECKS: dict[str, Check] = {
     "random": random_cases,
     "exact": exact,
     "layouts": hostile_layouts,
+    "in place": in_place,
     "empty": empty,
     "nan": nan,
     "repeat": repeat,

@@ -9,7 +9,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Result:
     op: str
-    check: str  # cases, random, exact, layouts, empty, nan, repeat, errors, offsets, large
+    check: str  # a name in checks.CHECKS
     backend: str
     case: str
     dtype: str

@@ -47,7 +47,7 @@ def summarise(results: Sequence[Result], device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The checks with a column of their own; "other" is empty, nan, repeat, errors, offsets, large.
+# The checks with a column of their own; "other" is the rest: in place, empty, nan, ...
 SHOWN = ("cases", "random", "exact", "layouts")
 
 

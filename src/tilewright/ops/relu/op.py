@@ -123,6 +123,21 @@ BACKWARD = Op(
     layout_argument="grad",
 )
 
+IN_PLACE = Op(
+    name="relu_",
+    summary="relu written over its input",
+    schema="(Tensor(a!) input) -> ()",
+    reference=reference.relu_in_place,
+    outputs=lambda input: None,
+    check=check_in_place,
+    backends=(
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place"),
+        Backend("torch", "torch", f"{HERE}.reference:relu_in_place", dtypes=None),
+    ),
+    public=relu,
+    tolerance=tolerance,
+)
+
 OP = Op(
     name="relu",
     summary="max(x, 0): the bandwidth yardstick",
@@ -148,22 +163,8 @@ OP = Op(
         saved=lambda kept, dtype, rest, needs: kept,
         gradients=(("input",),),
     ),
+    in_place=IN_PLACE,
     errors=ERRORS,
-)
-
-IN_PLACE = Op(
-    name="relu_",
-    summary="relu written over its input",
-    schema="(Tensor(a!) input) -> ()",
-    reference=reference.relu_in_place,
-    outputs=lambda input: None,
-    check=check_in_place,
-    backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place"),
-        Backend("torch", "torch", f"{HERE}.reference:relu_in_place", dtypes=None),
-    ),
-    public=relu,
-    tolerance=tolerance,
 )
 
 OPS = (OP,)
