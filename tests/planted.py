@@ -48,6 +48,7 @@ NORM_RANDOM = Checks("rms_norm", ("random",), 12)
 NORM_LLAMA = Checks("rms_norm", ("random",), 8, seed=32)  # float16 with casting="llama" among them
 ADD_RANDOM = Checks("add_rms_norm", ("random",), 8)
 SOFTMAX_CASES = Checks("softmax", ("cases",))
+NORM_WALK = Checks("rms_norm", ("random",), 1, seed=442)  # 49 tiles: more than programs
 NORM_CASES = Checks("rms_norm", ("cases",))
 
 PLANTED = (
@@ -189,7 +190,7 @@ PLANTED = (
         "(line < count)", "(line < 1)",
     ),
     Planted(
-        "only the first 32 partials of dW are summed", NORM_CASES, RMS_NORM,
+        "only the first 32 partials of dW are summed", NORM_WALK, RMS_NORM,
         "for start in range(0, count, COUNT):", "for start in range(0, COUNT, COUNT):",
     ),
     Planted(
@@ -197,7 +198,7 @@ PLANTED = (
         "(line < count)", "(line <= count)",
     ),
     Planted(
-        "a program keeps its last rows' part of dW only", NORM_CASES, RMS_NORM,
+        "a program keeps its last rows' part of dW only", NORM_WALK, RMS_NORM,
         "dw += g * x", "dw = g * x",
     ),
     Planted(

@@ -28,7 +28,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TILEWRIGHT")}
     environment.pop("TRITON_INTERPRET", None)
-    environment = {**environment, "PYTHONPATH": str(SOURCE), **variables}
+    environment |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "tilewright", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -779,9 +779,11 @@ def test_vmap_of_softmax_counts_dims_without_the_batch() -> None:
     torch.testing.assert_close(got, F.softmax(x, 1))
 
 
-def test_vmap_in_place_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match="relu_"):
-        torch.func.vmap(lambda x: tilewright.relu(x, inplace=True))(torch.randn(2, N))
+def test_vmap_in_place_is_right() -> None:
+    x = torch.randn(3, N)
+    wanted = x.relu()
+    assert torch.equal(torch.vmap(lambda t: tilewright.relu(t, inplace=True))(x), wanted)
+    assert torch.equal(x, wanted)
 
 
 # --- modes and subclasses see an ordinary operator -----------------------------------------------

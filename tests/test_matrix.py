@@ -149,9 +149,11 @@ def test_the_source_is_the_kernels_file_and_the_shared_helpers(
     kernel, real = relu_75[0].request.kernel, inspect.getsource
     texts = {"as it is": reach._source.__wrapped__(kernel)}
     for file in ("triton_lib", "triton_impl"):
-        monkeypatch.setattr(
-            inspect, "getsource", lambda m, f=file: real(m) + "# edited" * m.__name__.endswith(f)
-        )
+
+        def edited(what: Any, file: str = file) -> str:
+            return real(what) + "# edited" * inspect.getmodule(what).__name__.endswith(file)
+
+        monkeypatch.setattr(inspect, "getsource", edited)
         texts[file] = reach._source.__wrapped__(kernel)
     assert len(set(texts.values())) == 3
 

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from planted import PLANTED, Checks, Planted
+from tilewright.ops import registry
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilewright"
-SETS = list(dict.fromkeys(bug.checks for bug in PLANTED))
+# Of the same commands on the kernels as they are, test_verify runs every one, with these seeds and
+# more; a copy must pass one of each op, or a bug might be "caught" by the copying.
+SETS = {bug.checks.op: bug.checks for bug in PLANTED if bug.checks.only == ("random",)}
 
 
 @pytest.fixture
@@ -29,7 +32,8 @@ def verify(package: Path, checks: Checks) -> tuple[int, dict[str, Any]]:
     report = package.parent / "report.json"
     command = [sys.executable, "-m", "tilewright", "verify", *checks.words]
     command += ["--device", "cpu", "--fail-fast", "--json", str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         command, env=environment, cwd=package.parent, capture_output=True, text=True, timeout=500
@@ -48,11 +52,11 @@ def test_verify_catches(bug: Planted, copied: Path) -> None:
     assert code == 1
     assert {f["op"] for f in report["failures"]} == {bug.checks.op}
     # a wrong result, not a replacement that does not compile
-    raised = [f["line"] for f in report["failures"] if "raised" in f["message"]]
+    raised = [f["line"] for f in report["failures"] if f["message"].startswith("raised")]
     assert bool(raised) == bug.raises, raised
 
 
-@pytest.mark.parametrize("checks", SETS, ids=str)
+@pytest.mark.parametrize("checks", SETS.values(), ids=str)
 def test_verify_passes_what_is_right(checks: Checks, copied: Path) -> None:
     code, report = verify(copied, checks)
     assert (code, report["failures"]) == (0, [])
@@ -61,4 +65,6 @@ def test_verify_passes_what_is_right(checks: Checks, copied: Path) -> None:
 
 def test_planted_bugs_are_many_and_distinct() -> None:
     assert len({bug.name for bug in PLANTED}) == len(PLANTED) >= 20
-    assert {bug.checks.op for bug in PLANTED} == {"relu", "softmax", "rms_norm", "add_rms_norm"}
+    assert set(SETS) == {bug.checks.op for bug in PLANTED} == set(registry())
+    for bug in PLANTED:
+        assert bug.checks.seed + bug.checks.cases <= 500  # what test_verify runs

@@ -25,7 +25,7 @@ def floating(op: str, name: str, value: torch.Tensor) -> None:
         layout = str(value.layout).removeprefix("torch.")
         fix = f"Convert it: {name}.to_dense()."
         raise InputError(sentence(op, name, f"is {layout}", "be a dense tensor", fix))
-    if not value.is_floating_point():
+    if value.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise DTypeError(
             sentence(
                 op,

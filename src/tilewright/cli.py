@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 a check failed, 2 the command was not understood.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -86,7 +87,7 @@ def explain(
         declared = registry().get(op)
         if declared is None or declared.inputs is None:
             raise InputError(f"explain: op is {op!r}; it must be one of {', '.join(registry())}.")
-        sizes = tuple(int(n) for n in shape.split(","))
+        sizes = _shape(shape)
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise InputError(f"explain: --dtype is {dtype!r}; it must be a torch dtype's name.")
@@ -125,7 +126,9 @@ def verify(
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in children
     from tilewright import doctor as doctor_room
+    from tilewright.ops import registry
     from tilewright.verify import plan, run, summary
+    from tilewright.verify.runner import backends_on
 
     steps = _or_exit(
         lambda: plan(
@@ -133,6 +136,11 @@ def verify(
             seed=seed,
         )
     )  # fmt: skip
+    if not steps:
+        names = sorted({b for op in ops or registry() for b in backends_on(op, device)})
+        _fail(
+            f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}."
+        )
     processes = 1 if device == "cuda" or fail_fast else (workers or os.cpu_count() or 1)
     started, results = time.perf_counter(), []
     with _progress() as progress:
@@ -140,6 +148,8 @@ def verify(
         for batch in run(steps, fail_fast=fail_fast, workers=processes):
             results += batch
             progress.advance(bar)
+    if not results:
+        _fail("verify: nothing to run: these checks do not apply to these ops on this device.")
     report = summary.summarise(results, device)
     record = {
         "environment": doctor_room.environment(),
@@ -152,10 +162,9 @@ def verify(
     table = summary.table(report, f"verify on {where}")
     _emit(table, record, json_to)
     for failure in report["failures"][:20]:
-        errors.print(
-            f"[red]failed[/] {failure['line']}\n       {failure['repro']}", highlight=False
-        )
-    raise typer.Exit(int(bool(report["failures"]) or not results))
+        words = f"failed {failure['line']}\n       {failure['repro']}"
+        errors.print(words, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(int(bool(report["failures"])))
 
 
 @app.command("compile")
@@ -179,6 +188,7 @@ def compile_matrix(
     if update and ledger is None:
         _fail("compile: --update needs --ledger, the folder to write.")
     sms = _or_exit(lambda: [gpus.pretend(a).sm for a in arch or ()] or list(matrix.SMS))
+    _or_exit(lambda: matrix.known_ops(ops or ()))
     started = time.perf_counter()
     with _progress() as progress:
         bar = progress.add_task("asking the launchers", total=len(sms))
@@ -206,7 +216,7 @@ def compile_matrix(
     }
     _emit(tables.table(record), record, json_to)
     for violation in record["violations"][:20]:
-        errors.print(f"[red]violation[/] {violation}", highlight=False)
+        errors.print(f"[red]violation[/] {violation}", highlight=False, soft_wrap=True)
     if update:
         matrix.Ledger(ledger).write(results)
     raise typer.Exit(int(bool(record["violations"]) or not results))
@@ -214,7 +224,7 @@ def compile_matrix(
 
 def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
     """The table for people; the same facts as JSON for scripts."""
-    text = json.dumps(record, indent=1, default=str)
+    text = json.dumps(_finite(record), indent=1, default=str, allow_nan=False)
     if json_to is not None and str(json_to) == "-":
         print(text)
         return
@@ -223,6 +233,24 @@ def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
         json_to.parent.mkdir(parents=True, exist_ok=True)
         json_to.write_text(text + "\n", encoding="utf-8")
         console.print(f"[dim]written to {json_to}[/]")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: say them in words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() for size in sizes):
+        from tilewright.errors import InputError
+
+        raise InputError(f"explain: --shape is {text!r}; it must be sizes such as 8,4096.")
+    return tuple(int(size) for size in sizes)
 
 
 def _progress() -> Progress:
@@ -241,5 +269,5 @@ def _or_exit(call: Any) -> Any:
 
 
 def _fail(message: str) -> None:
-    errors.print(message, style="red", highlight=False, markup=False)
+    errors.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(2)

@@ -29,7 +29,6 @@ VARIABLE = "TILEWRIGHT_BACKEND"
 
 # None, or ((op name or "*", backend name), ...): hashable, because it is part of every plan's key
 Override = tuple[tuple[str, str], ...]
-overriding: list[None] = []  # one entry per open use_backend block, in whatever thread
 override: ContextVar[Override | None] = ContextVar("tilewright_backend", default=None)
 
 
@@ -57,7 +56,7 @@ def use_backend(name: str | None = None, **by_op: str) -> Iterator[None]:
     A backward runs on the same backend where it has one of that name. Inside `torch.compile`d code,
     use the `backend=` argument instead: a compiled graph outlives this block.
     """
-    for wanted in (*by_op.values(), *([name] if name else [])):
+    for wanted in (*by_op.values(), *([name] if name is not None else [])):
         _known_or_raise(wanted, "use_backend")
     for op in by_op:
         if op not in _ops:
@@ -65,13 +64,11 @@ def use_backend(name: str | None = None, **by_op: str) -> Iterator[None]:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             names = ", ".join(_ops)
             raise InputError(f"use_backend: op is {op!r}; it must be one of {names}.{hint}")
-    pairs = tuple(by_op.items()) + ((("*", name),) if name else ())
+    pairs = tuple(by_op.items()) + ((("*", name),) if name is not None else ())
     token = override.set(pairs + (override.get() or ()))
-    overriding.append(None)
     try:
         yield
     finally:
-        overriding.pop()
         override.reset(token)
 
 
@@ -235,7 +232,7 @@ def declare(op: Op) -> None:
 
 
 def _known_or_raise(name: str, where: str) -> None:
-    if name in _names:
+    if isinstance(name, str) and name in _names:
         return
     close = difflib.get_close_matches(str(name), _names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -181,11 +181,11 @@ def _cache() -> Iterator[Finding]:
 
     try:
         path = cubin_cache.folder()
-        if path.exists():
-            cubin_cache.check_ours(path)
+        for existing in (p for p in (cubin_cache.root(), path) if p.exists()):
+            cubin_cache.check_ours(existing)
         state = f"mode {path.stat().st_mode & 0o777:o}" if path.exists() else "not made yet"
         yield Finding("cache folder", "ok", f"{path} ({state})")
-    except CacheError as e:
+    except (CacheError, OSError) as e:
         yield Finding("cache folder", "fault", str(e), "chmod 700 it, or set TILEWRIGHT_CACHE_DIR")
 
 
@@ -207,11 +207,16 @@ def _ops(gpu: Gpu | None) -> Iterator[Finding]:
         for dtype in FLOATS:
             args = on_meta(tuple(op.inputs({"shape": (8, 4096)}, dtype, "cpu", torch.Generator())))
             name = "torch"
-            if gpu is not None:
-                name = dispatch.choose(op, args, gpu=gpu).backend.name
+            try:
+                if gpu is not None:
+                    name = dispatch.choose(op, args, gpu=gpu).backend.name
+            except TilewrightError as e:
+                yield Finding(f"op {op.name}", "fault", str(e), f"unset {dispatch.VARIABLE}")
+                break
             picks.setdefault(name, []).append(str(dtype).removeprefix("torch."))
-        detail = "; ".join(f"{name} for {', '.join(dtypes)}" for name, dtypes in picks.items())
-        yield Finding(f"op {op.name}", "ok", detail)
+        else:
+            detail = "; ".join(f"{name} for {', '.join(dtypes)}" for name, dtypes in picks.items())
+            yield Finding(f"op {op.name}", "ok", detail)
 
 
 LOOKS: tuple[Callable[[], Any], ...] = (

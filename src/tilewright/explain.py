@@ -66,7 +66,8 @@ def explain(
     'triton'
     """
     target = gpus.pretend(gpu) if isinstance(gpu, str) else gpu
-    if target is None and any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
+    given = (*args, *kwargs.values())
+    if target is None and any(isinstance(a, torch.Tensor) and a.is_meta for a in given):
         target = gpus.detect()
     found, call = _registered_call(op, args, {**kwargs, "backend": backend})
     return explain_call(found, call[:-1], gpu=target, backend=call[-1])

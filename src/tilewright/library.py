@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ def register(op: Op) -> Callable[..., Any]:
     )
     operator = getattr(getattr(torch.ops, op.namespace), op.name).default
     plans: dict[Any, tuple[Any, ...]] = {}  # (run, then the parts of its Shot, if it has one)
+    evicting = Lock()
     tensors, mutates = op.tensor_count, "!" in signature
 
     def kernel(*args: Any) -> Any:
@@ -80,11 +81,13 @@ def register(op: Op) -> Callable[..., Any]:
         key = _key(args[:tensors], (*plain_args[tensors:], backend))
         index = args[0].get_device()
         with torch.cuda.device(index) if index >= 0 else nullcontext():
+            if args[0].numel() <= 1:
+                _refuse_cold_capture(op, plain_args)
             if index < 0 or memory.guards or args[0].numel() <= 1:
                 # Buffers of a poisoned call must not outlive it in a plan; and a key cannot tell a
                 # CPU tensor from a meta tensor, so only CUDA tensors have plans.
                 return dispatch.prepare(op, tuple(plain_args), backend)(*plain_args, backend)
-            if dispatch.overriding:
+            if dispatch.override.get() is not None:
                 key = (key, dispatch.override.get())
             plan = plans.get(key)
             if plan is None:
@@ -94,9 +97,10 @@ def register(op: Op) -> Callable[..., Any]:
                 if hasattr(run, "shot") and op.autograd and op.autograd.keep == ("output",):
                     fixed = (args[0].dtype, (*plain_args[tensors:], backend))
                     plan = (run, *run.shot, _c_apply(_autograd_function(op, fixed)))
-                while len(plans) >= MAX_PLANS:
-                    plans.pop(next(iter(plans)), None)
-                plans[key] = plan
+                with evicting:
+                    while len(plans) >= MAX_PLANS:
+                        plans.pop(next(iter(plans)), None)
+                    plans[key] = plan
             return plan[0](*plain_args, backend)
 
     def fake(*args: Any) -> Any:
@@ -127,7 +131,7 @@ def register(op: Op) -> Callable[..., Any]:
                     f"{op.name}: torch.func transforms (grad, vjp, jvp, ...) are not implemented. "
                     "Use torch.autograd, or torch's own function."
                 )
-            if dispatch.overriding:  # autograd's threads do not see this thread's use_backend
+            if dispatch.override.get() is not None:  # autograd's threads do not see this context
                 backend = dispatch.requested(op, backend)[0]
             return function.apply(below, *plain_args[:tensors], (*plain_args[tensors:], backend))
         result = below(*plain_args, backend)
@@ -149,6 +153,8 @@ def register(op: Op) -> Callable[..., Any]:
             listener.append((op, args))
             raise Captured
         op.check(*args[:-1])
+        if args[-1] is not None:
+            dispatch.requested(op, args[-1])  # a backend that is no name at all is refused here
         return operator(*args)
 
     calls[op.name] = _caller(op, plans, slow, operator, function)
@@ -219,7 +225,7 @@ def _caller(
     apply = _c_apply(function)
     tensor = torch.Tensor
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
-    overriding = dispatch.overriding
+    overriding = dispatch.override.get
     has_rule = op.autocast is not None
 
     def one(x: torch.Tensor, rest: Args) -> Any:
@@ -230,7 +236,7 @@ def _caller(
             or _dispatch_modes()
             or (has_rule and _autocast())
             or forward_ad._current_level >= 0
-            or overriding
+            or overriding() is not None
             or capturing
             or guards
         ):
@@ -264,7 +270,7 @@ def _caller(
                 or _dispatch_modes()
                 or (has_rule and _autocast())
                 or forward_ad._current_level >= 0
-                or overriding
+                or overriding() is not None
                 or capturing
                 or guards
             )
@@ -293,7 +299,7 @@ def _caller(
             or _dispatch_modes()
             or (has_rule and _autocast())
             or forward_ad._current_level >= 0
-            or overriding
+            or overriding() is not None
             or capturing
             or guards
             or _transforms() is not None

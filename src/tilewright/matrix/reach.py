@@ -17,6 +17,7 @@ import torch
 
 from tilewright import dispatch
 from tilewright import gpu as gpus
+from tilewright.errors import InputError
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Args, Op, as_tuple, on_meta
@@ -51,6 +52,7 @@ class Wanted:
 
 def reachable(ops: Sequence[str] = (), sms: Sequence[int] = SMS) -> Iterator[Wanted]:
     """Every distinct binary, SM by SM."""
+    known_ops(ops)
     for sm in sms:
         gpu = gpus.pretend(f"sm_{sm}")
         seen: set[str] = set()
@@ -60,6 +62,12 @@ def reachable(ops: Sequence[str] = (), sms: Sequence[int] = SMS) -> Iterator[Wan
                 if identity not in seen:
                     seen.add(identity)
                     yield wanted
+
+
+def known_ops(ops: Sequence[str]) -> None:
+    for name in ops:
+        if name not in registry():
+            raise InputError(f"compile: op is {name!r}; it must be one of {', '.join(registry())}.")
 
 
 def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:

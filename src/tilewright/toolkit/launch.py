@@ -13,8 +13,8 @@ Three ways to launch, best first; `route()` says which this Triton allows and `d
   direct   the C function behind CompiledKernel.run (triton 3.6, whose argument order is known)
   run      CompiledKernel.run, the same in 3.6 ... 3.9
   jit      kernel[grid], if neither is there
-Triton's launch hooks (profilers use them) are honoured: while any is set, the launch goes through
-CompiledKernel's own runner.
+Triton's launch hooks are honoured where they are added (knobs.runtime.launch_enter_hook.add, as
+profilers do): while there is one, the launch goes through CompiledKernel's own runner.
 """
 
 from __future__ import annotations

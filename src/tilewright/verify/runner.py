@@ -14,6 +14,7 @@ import torch
 from tilewright.errors import InputError
 from tilewright.ops import registry
 from tilewright.verify.checks import CHECKS, Context
+from tilewright.verify.compare import Verdict
 from tilewright.verify.record import Result
 
 # random cases per op and backend: (quick, full)
@@ -97,8 +98,14 @@ def run(
 def run_step(step: tuple[str, Context]) -> list[Result]:
     check, context = step
     # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold
+    results: list[Result] = []
     with np.errstate(all="ignore"):
-        results = list(CHECKS[check](context))
+        try:
+            for result in CHECKS[check](context):
+                results.append(result)  # what came before an exception counts
+        except Exception as e:
+            broken = Verdict(message=f"raised {type(e).__name__}: {e}")
+            results.append(context.result(check, "", "", "", broken))
     if context.device == "cuda":
         torch.cuda.synchronize()  # a device error belongs to the check that caused it
     return results

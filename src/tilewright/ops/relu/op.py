@@ -32,7 +32,8 @@ def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = No
 def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
     checks.tensor("relu", "input", input)
     differentiated = torch.is_grad_enabled() and input.requires_grad
-    if torch.compiler.is_compiling() or differentiated:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if torch.compiler.is_compiling() or differentiated or transformed or input.is_neg():
         # copy_ is what autograd and torch.compile know how to functionalise
         return input.copy_(_relu(input, (backend,)))
     version = None if input.is_inference() else input._version
