@@ -123,6 +123,8 @@ class Op:
     in_place: Op | None = None  # the same op written over its input
     exact_inputs: Callable[..., Args] | None = None  # as inputs; the result is exact in any order
     layout_argument: str = "input"  # the argument that verify gives hostile layouts
+    variants: tuple[Mapping[str, Any], ...] = ({},)  # dims beside the shape that change the kernel
+    rounds_as_reference: bool = False  # verify holds the kernel to the reference's own roundings
     errors: tuple[BadInput, ...] = ()
     namespace: str = "tilewright"
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,19 +89,32 @@ def _edge_cases(c: Context) -> list[Case]:
     edge = [case for case in c.op.cases if case.group == "edge"]
     if c.full or c.device == "cuda":
         return edge
-    # a quick run on a CPU keeps the sizes around the tile borders and one wide row
+    # a quick run on a CPU keeps the sizes around the tile borders and the first wide one
     wide = [case for case in edge if max(case.dims["shape"]) > 32_768]
     return [case for case in edge if case not in wide[1:]]
 
 
 def random_cases(c: Context) -> Iterator[Result]:
-    """Random dims, dtypes and layouts; the seed makes the whole case."""
+    """Random dims, dtypes and layouts; the seed makes the whole case.
+
+    What this backend's declaration refuses is drawn anew, from seeds far beyond.
+    """
+    for first in range(c.seed, c.seed + c.cases):
+        for seed in range(first, first + REDRAWS * FAR, FAR):
+            dims, dtype, args = _draw(c, seed)
+            if c.serves(args):
+                yield from _both(c, "random", str(dims["shape"]), dtype, args, seed)
+                break
+
+
+FAR, REDRAWS = 10**6, 20
+
+
+def _draw(c: Context, seed: int) -> tuple[Any, torch.dtype, Args]:
     assert c.op.sample is not None
-    for seed in range(c.seed, c.seed + c.cases):
-        rng = random.Random(seed)
-        dims, dtype = c.op.sample(rng), rng.choice(FLOATS)
-        args = tuple(_relaid(a, rng) for a in c.inputs(dims, dtype, seed))
-        yield from _both(c, "random", str(dims["shape"]), dtype, args, seed)
+    rng = random.Random(seed)
+    dims, dtype = c.op.sample(rng), rng.choice(FLOATS)
+    return dims, dtype, tuple(_relaid(a, rng) for a in c.inputs(dims, dtype, seed))
 
 
 def _relaid(a: Any, rng: random.Random) -> Any:
@@ -129,56 +143,61 @@ def exact(c: Context) -> Iterator[Result]:
         yield c.result("exact", str(dims["shape"]), dtype, "forward", verdict, seed)
 
 
+BASE = (3, 2, 128)  # what is laid out: small, with two leading dims and whole 16-byte vectors
+
+
 def hostile_layouts(c: Context) -> Iterator[Result]:
     """Eight layouts: the bits of the contiguous path of the same alignment class, and right."""
-    dims = {"shape": (6, 128)}
-    for (name, layout), dtype in itertools.product(layouts.LAYOUTS.items(), FLOATS):
-        args = c.inputs(dims, dtype, c.seed)
-        place = c.op.arguments.index(c.op.layout_argument)
-        hostile = layout(args[place])
-        # the other tensors of the call take the hostile one's shape
-        plain = c.inputs({"shape": tuple(hostile.shape)}, dtype, c.seed)
-        args = (*plain[:place], hostile, *plain[place + 1 :])
+    for variant, name, dtype in itertools.product(c.op.variants, layouts.LAYOUTS, FLOATS):
+        args, twins = _laid_out(c, variant, layouts.LAYOUTS[name], dtype)
         if not c.serves(args):
             continue
-        twin = hostile.contiguous().clone()
-        if not layouts.is_aligned(hostile):
-            twin = layouts.misaligned(twin)
-        twins = (*args[:place], twin, *args[place + 1 :])
+        case = ", ".join([name, *(f"{k}={v}" for k, v in variant.items())])
+        judge = partial(_judge, c)
         for phase in ("forward", "backward"):
-            if phase == "forward":
-                verdict, got = compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
-                _, bits = compare.forward(c.op, twins, c.backend, interpreted=c.interpreted)
-            else:
-                seed = c.seed
-                verdict, got = compare.backward(
-                    c.op, args, c.backend, seed, interpreted=c.interpreted
-                )
-                _, bits = compare.backward(c.op, twins, c.backend, seed, interpreted=c.interpreted)
+            verdict, got = judge(phase, args)
+            _, bits = judge(phase, twins)
             if verdict.passed and not compare.same_bits(got, bits):
                 verdict = Verdict(message="not the bits of the contiguous path")
-            yield c.result("layouts", name, dtype, phase, verdict)
+            yield c.result("layouts", case, dtype, phase, verdict)
         # the incoming gradient takes the layout as well
-        outputs = as_tuple(c.op.outputs(*twins))
-        grads = [
-            layout(g) if g.dim() == 2 and name in layouts.SAME_VALUES else g
-            for g in compare.random_like(outputs, c.seed)
-        ]
-        verdict, _ = compare.backward(
-            c.op, twins, c.backend, c.seed, interpreted=c.interpreted, grads=grads
-        )
-        yield c.result("layouts", f"{name} gradient", dtype, "backward", verdict)
+        if name in layouts.SAME_VALUES:
+            plain = compare.random_like(as_tuple(c.op.outputs(*twins)), c.seed)
+            verdict, _ = judge("backward", twins, [layouts.LAYOUTS[name](g) for g in plain])
+            yield c.result("layouts", f"{case}, gradient", dtype, "backward", verdict)
+
+
+def _laid_out(
+    c: Context, variant: Any, layout: layouts.Layout, dtype: torch.dtype
+) -> tuple[Args, Args]:
+    """Arguments whose layout argument is laid out so, and the same with its contiguous twin."""
+    place = c.op.arguments.index(c.op.layout_argument)
+    hostile = layout(c.inputs({"shape": BASE}, dtype, c.seed)[place])
+    # the other tensors of the call take the hostile one's shape
+    plain = c.inputs({"shape": tuple(hostile.shape), **variant}, dtype, c.seed)
+    twin = hostile.contiguous().clone()
+    if not layouts.is_aligned(hostile):
+        twin = layouts.misaligned(twin)
+    return tuple((*plain[:place], x, *plain[place + 1 :]) for x in (hostile, twin))  # type: ignore[return-value]
+
+
+def _judge(c: Context, phase: str, args: Args, grads: Any = None) -> tuple[Verdict, Any]:
+    if phase == "forward":
+        return compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
+    return compare.backward(
+        c.op, args, c.backend, c.seed, interpreted=c.interpreted, grads=grads
+    )
 
 
 def in_place(c: Context) -> Iterator[Result]:
     """Written over its input, in every layout without overlap: the bits of the forward."""
     if c.op.in_place is None:
         return
-    for (name, layout), dtype in itertools.product(layouts.LAYOUTS.items(), FLOATS):
+    for name, dtype in itertools.product(layouts.LAYOUTS, FLOATS):
         if name == "expanded":
             continue
-        (x, *others) = c.inputs({"shape": (6, 128)}, dtype, c.seed)
-        target = layout(x)
+        (x, *others) = c.inputs({"shape": BASE}, dtype, c.seed)
+        target = layouts.LAYOUTS[name](x)
         with torch.no_grad():
             wanted = as_tuple(call(c.op, (target.clone(), *others), c.backend))
             call(c.op.in_place, (target, *others), c.backend)
@@ -259,13 +278,16 @@ def errors(c: Context) -> Iterator[Result]:
 
 def offsets(c: Context) -> Iterator[Result]:
     """Strides that take offsets past 2^31, in a subprocess: a 32-bit offset may crash it."""
-    command = [sys.executable, "-m", "tilewright.verify.offsets", c.op.name, c.backend, c.device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    message = ""
-    if done.returncode:
-        tail = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-        message = f"exit code {done.returncode}: {tail[0]}"
-    yield c.result("offsets", "stride 2^24 x 130 rows", torch.float16, "", Verdict(message=message))
+    for number, variant in enumerate(c.op.variants):
+        words = [c.op.name, c.backend, c.device, str(number)]
+        command = [sys.executable, "-m", "tilewright.verify.offsets", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        message = ""
+        if done.returncode:
+            tail = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+            message = f"exit code {done.returncode}: {tail[0]}"
+        case = ", ".join(["stride 2^24 x 130 rows", *(f"{k}={v}" for k, v in variant.items())])
+        yield c.result("offsets", case, torch.float16, "", Verdict(message=message))
 
 
 def large(c: Context) -> Iterator[Result]:

@@ -37,9 +37,10 @@ def misaligned(values: torch.Tensor) -> torch.Tensor:
 
 
 def fused_qkv(values: torch.Tensor) -> torch.Tensor:
-    *leading, n = values.shape
-    fused = values.new_full((*leading, 3, n), torch.nan)
-    return fused[..., 1, :].copy_(values)
+    """The middle third, heads before columns: rows of two levels where there are 3 dims or more."""
+    *leading, heads, n = values.shape
+    fused = values.new_full((*leading, 3, heads, n), torch.nan)
+    return fused[..., 1, :, :].copy_(values)
 
 
 def five_dims(values: torch.Tensor) -> torch.Tensor:

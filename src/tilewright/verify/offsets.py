@@ -1,4 +1,4 @@
-"""python -m tilewright.verify.offsets OP BACKEND DEVICE: offsets past 2^31 on sparse strides.
+"""python -m tilewright.verify.offsets OP BACKEND DEVICE VARIANT: offsets past 2^31, sparse strides.
 
 130 rows, 2^24 elements apart: the stride itself fits 32 bits, so Triton passes it as such, and the
 last rows lie beyond 2^31. Memory is paged in lazily, so on a CPU only the rows themselves cost any.
@@ -26,11 +26,12 @@ def sparse(values: torch.Tensor) -> torch.Tensor:
     return room.as_strided((ROWS, COLUMNS), (STRIDE, 1)).copy_(values)
 
 
-def main(name: str, backend: str, device: str) -> int:
+def main(name: str, backend: str, device: str, variant: str) -> int:
     op = registry()[name]
     assert op.inputs is not None
     rng = torch.Generator().manual_seed(0)
-    near = tuple(op.inputs({"shape": (ROWS, COLUMNS)}, torch.float16, device, rng))
+    dims = {"shape": (ROWS, COLUMNS), **op.variants[int(variant)]}
+    near = tuple(op.inputs(dims, torch.float16, device, rng))
 
     def is_matrix(a: Any) -> bool:
         return isinstance(a, torch.Tensor) and a.dim() == 2

@@ -309,10 +309,12 @@ def saved_add(kept: Args, dtype: Any, rest: Args, needs: Mapping[str, bool]) -> 
 CASES = (
     *(Case(f"columns-{n}", {"shape": (3, n)}) for n in EDGE_COLUMNS),
     *(Case(f"tile-{n}", {"shape": (2, n)}) for n in (64, 256, 2048, 4096, 8192, 16384, 32768)),
+    Case("wide-walk", {"shape": (20, 33_000)}),  # more rows than the interpreter's SMs
+    Case("wide-walk-h200", {"shape": (140, 33_000)}),
     Case("wide", {"shape": (2, 65_536)}),
     Case("widest", {"shape": (1, 262_144)}),
     Case("wide-odd", {"shape": (2, 70_001)}),
-    Case("many-rows", {"shape": (700, 48)}),
+    Case("many-rows", {"shape": (9000, 48)}),  # more tiles than an H200 keeps resident
     Case("no-weight", {"shape": (3, 1024), "weight": False}),
     Case("llama", {"shape": (3, 1024), "casting": "llama"}),
     Case("llama-mixed", {"shape": (3, 1024), "casting": "llama", "weight_dtype": torch.float32}),
@@ -424,6 +426,7 @@ OP = Op(
     sample=sample,
     tolerance=tolerance,
     cases=CASES,
+    rounds_as_reference=True,
     cost=lambda dims, dtype: Cost(4.0 * math.prod(dims["shape"])),
     baselines={"torch": _torch_rms_norm},
     autograd=Autograd(BACKWARD, ("input", "weight"), saved, (("input",), ("weight",))),
@@ -449,6 +452,7 @@ ADD = Op(
     sample=sample,
     tolerance=tolerance_add,
     cases=CASES_ADD,
+    rounds_as_reference=True,
     cost=lambda dims, dtype: Cost(5.0 * math.prod(dims["shape"])),
     baselines={"torch": lambda x, r, *rest: (_torch_rms_norm(x + r, *rest), x + r)},
     autograd=Autograd(

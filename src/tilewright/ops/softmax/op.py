@@ -90,8 +90,10 @@ def fits_registers(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
     x = torch.randn(dims["shape"], generator=rng) * dims.get("scale", 3.0)
-    out = dims.get("dtype")
-    return x.to(dtype).to(device), dims.get("dim", len(dims["shape"]) - 1), out
+    dim = dims.get("dim", len(dims["shape"]) - 1)
+    if dims.get("masked"):  # as attention masks a row: -inf but for its last quarter
+        x.narrow(dim, 0, x.shape[dim] * 3 // 4).fill_(-math.inf)
+    return x.to(dtype).to(device), dim, dims.get("dtype")
 
 
 def exact_inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: Any) -> Args:
@@ -152,6 +154,9 @@ CASES = (
     Case("wide-odd", {"shape": (2, 70_001)}),
     Case("large-logits", {"shape": (3, 257), "scale": 3000.0}),
     Case("to-float32", {"shape": (3, 1000), "dtype": torch.float32}),
+    Case("masked", {"shape": (3, 1000), "masked": True}),
+    Case("masked-wide", {"shape": (2, 40_000), "masked": True}),
+    Case("masked-columns", {"shape": (1500, 3), "dim": 0, "masked": True}),
     Case("first-dim", {"shape": (300, 40), "dim": 0}),
     Case("middle-dim", {"shape": (2, 130, 3), "dim": 1}),
     *(Case(f"scores-{t}", {"shape": (32, t, t)}, "model") for t in (512, 2048)),
@@ -230,6 +235,8 @@ OP = Op(
     sample=sample,
     tolerance=tolerance,
     cases=CASES,
+    rounds_as_reference=True,
+    variants=({}, {"dim": -2}),
     cost=lambda dims, dtype: Cost(5.0 * math.prod(dims["shape"])),
     baselines={"torch": lambda x, dim, dtype: torch.nn.functional.softmax(x, dim, dtype=dtype)},
     autograd=Autograd(

@@ -177,7 +177,7 @@ def _backward_wide_rows(
 
 @triton.jit(do_not_specialize=[*COLUMN_SIZES, "g_outer_stride", "g_n_stride"])
 def _backward_columns(
-    dx_ptr, g_ptr, y_ptr, n, d, d_blocks, outer_stride, n_stride, g_outer_stride, g_n_stride,
+    dx_ptr, g_ptr, y_ptr, n, d, d_blocks, g_outer_stride, g_n_stride, outer_stride, n_stride,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     outer = (tl.program_id(0) // d_blocks).to(tl.int64)
@@ -260,6 +260,7 @@ def _slices(tensor: torch.Tensor, dim: int) -> tuple[int, int] | None:
 def _prepare_columns(
     kernel_function: Any, tensors: list[torch.Tensor], dim: int, out: torch.dtype
 ) -> Callable[..., Any]:
+    """The kernel's strides come in the order of its tensors."""
     slices = [_slices(t, dim) for t in tensors]
     if None in slices:
         tame = [t if s else t.contiguous() for t, s in zip(tensors, slices, strict=True)]
