@@ -39,16 +39,14 @@ class Planted:
     find: str
     replace: str
     times: int = 1  # how often `find` occurs; all are replaced
-    raises: bool = False  # caught as an exception of the op, not as a wrong result
 
 
 RELU_RANDOM = Checks("relu", ("random",), 8)
 SOFTMAX_RANDOM = Checks("softmax", ("random",), 20)
 NORM_RANDOM = Checks("rms_norm", ("random",), 12)
-NORM_LLAMA = Checks("rms_norm", ("random",), 8, seed=32)  # float16 with casting="llama" among them
+NORM_CASTS = Checks("rms_norm", ("random",), 40)  # float16 with casting="llama" among them
 ADD_RANDOM = Checks("add_rms_norm", ("random",), 8)
 SOFTMAX_CASES = Checks("softmax", ("cases",))
-NORM_WALK = Checks("rms_norm", ("random",), 1, seed=442)  # 49 tiles: more than programs
 NORM_CASES = Checks("rms_norm", ("cases",))
 
 PLANTED = (
@@ -164,7 +162,7 @@ PLANTED = (
         "if ROUND_FIRST:", "if True:", times=2,
     ),
     Planted(
-        "llama's casting does not round before the weight", NORM_LLAMA, RMS_NORM,
+        "llama's casting does not round before the weight", NORM_CASTS, RMS_NORM,
         "if ROUND_FIRST:", "if False:", times=2,
     ),
     Planted(
@@ -190,7 +188,7 @@ PLANTED = (
         "(line < count)", "(line < 1)",
     ),
     Planted(
-        "only the first 32 partials of dW are summed", NORM_WALK, RMS_NORM,
+        "only the first 32 partials of dW are summed", NORM_CASES, RMS_NORM,
         "for start in range(0, count, COUNT):", "for start in range(0, COUNT, COUNT):",
     ),
     Planted(
@@ -198,7 +196,7 @@ PLANTED = (
         "(line < count)", "(line <= count)",
     ),
     Planted(
-        "a program keeps its last rows' part of dW only", NORM_WALK, RMS_NORM,
+        "a program keeps its last rows' part of dW only", NORM_CASES, RMS_NORM,
         "dw += g * x", "dw = g * x",
     ),
     Planted(
@@ -212,20 +210,6 @@ PLANTED = (
     Planted(
         "dW of no rows is not zero", Checks("rms_norm", ("empty",)), RMS_NORM,
         "torch.zeros_like(w)", "torch.empty_like(w)",
-    ),
-    Planted(
-        "no way around an empty forward", Checks("rms_norm", ("empty",)), RMS_NORM,
-        "    if not input.numel():\n        return lambda x, *_:",
-        "    if False:\n        return lambda x, *_:", raises=True,
-    ),
-    Planted(
-        "no way around an empty relu", Checks("relu", ("empty",)), RELU,
-        "if not input.numel():\n        return lambda *_: new_y()",
-        "if False:\n        return lambda *_: new_y()", raises=True,
-    ),
-    Planted(
-        "no way around an empty softmax", Checks("softmax", ("empty",)), SOFTMAX,
-        "if not input.numel():", "if False:", raises=True,
     ),
     Planted(
         "two levels of rows are swapped", Checks("rms_norm", ("layouts",)), "toolkit/rows.py",

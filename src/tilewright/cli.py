@@ -137,7 +137,7 @@ def verify(
         )
     )  # fmt: skip
     if not steps:
-        names = ", ".join(sorted({b for op in ops or registry() for b in backends_on(op, device)}))
+        names = sorted({b for op in ops or registry() for b in backends_on(op, device)})
         _fail(
             f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}."
         )

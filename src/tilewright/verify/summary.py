@@ -60,7 +60,9 @@ def table(report: dict[str, Any], title: str) -> Any:
     for row in report["checks"]:
         by_kernel[row["op"], row["backend"]].append(row)
     heads = (*SHOWN, "other", "error/tol", "")
-    shown = Table("op", "backend", *heads, title=title, title_justify="left", box=box.SIMPLE)
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for head in ("op", "backend", *heads):
+        shown.add_column(head, no_wrap=True)
     for (op, backend), rows in by_kernel.items():
         cells = []
         for name in (*SHOWN, "other"):
