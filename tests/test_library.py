@@ -1,13 +1,15 @@
 """The registered operators: schema, fake, autograd, autocast, compile, export, transforms.
 
 CPU tensors run the reference through the same registration, so all of it is tested without a GPU.
-`path` runs a test twice: through the dispatcher, and on the short way around it that a warm CUDA
-call takes when nothing needs the dispatcher; here CPU tensors are lent plans for it (`_short_way`).
+`path` runs a test three times: through the dispatcher, on the short way around it that a warm CUDA
+call takes when nothing needs the dispatcher, and by the launch that such a call leaves ready; here
+CPU tensors are lent plans for it (`_short_way`).
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib
 import threading
 from collections import Counter
@@ -28,6 +30,7 @@ from tilewright import dispatch, library, ops
 from tilewright.ops.relu.op import IN_PLACE
 from tilewright.spec import Op
 from tilewright.toolkit import memory
+from tilewright.toolkit.launch import Shot
 
 OPERATORS = torch.ops.tilewright
 N = 8
@@ -60,7 +63,32 @@ def _silent_relu_(x: torch.Tensor, *_: Any) -> None:
     values.clip(0, out=values)
 
 
-def _short_way(op: Op) -> Callable[..., Any]:
+def _shot(op: Op, x: torch.Tensor, rest: tuple[Any, ...]) -> Shot:
+    """What a launcher leaves for a contiguous input: `launch` sees two addresses, as a GPU does."""
+    like = op.outputs(x.detach(), *rest[:-1])
+    made: dict[int, torch.Tensor] = {}
+
+    def makes() -> torch.Tensor:
+        y = torch.empty_like(like)
+        made[y.data_ptr()] = y
+        return y
+
+    size, dtype, bytes_of = x.shape, x.dtype, x.numel() * x.element_size()
+
+    def launch(to: int, at: int) -> None:
+        memory = (ctypes.c_char * bytes_of).from_address(at)
+        given = torch.frombuffer(memory, dtype=dtype).view(size)
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            made.pop(to).copy_(op.reference(given, *rest[:-1]))
+        READY_LAUNCHES[op.name] += 1
+
+    return Shot(makes, launch, lambda _: None, lambda: (), ())
+
+
+READY_LAUNCHES: Counter[str] = Counter()
+
+
+def _short_way(op: Op, with_shots: bool) -> Callable[..., Any]:
     """`library`'s caller for `op`, over plans that appear with the first call that succeeds."""
     missed = threading.local()
 
@@ -80,17 +108,24 @@ def _short_way(op: Op) -> Callable[..., Any]:
         op.check(*args[:-1])
         result = operator(*args)
         if key is not None:
-            plans[key] = (run, *library.NO_SHOT)
+            plans[key] = library.Plan(run)
+            x, rest = args[0], given[-1]
+            if with_shots and op.tensor_count == 1 and op.autograd and x.is_contiguous():
+                apply = library._c_apply(library._autograd_function(op, (x.dtype, rest)))
+                plans[key] = library.Plan(run, _shot(op, x, rest), apply)
         return result
 
     function = library._autograd_function(op)
     return library._caller(op, plans, slow, operator, function)
 
 
-@pytest.fixture(params=["dispatcher", "shortcut"])
+@pytest.fixture(params=["dispatcher", "shortcut", "ready"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "shortcut":
-        callers = {name: _short_way(op) for name, op in EVERY_OP.items()}
+    if request.param != "dispatcher":
+        ready = request.param == "ready"
+        callers = {name: _short_way(op, ready) for name, op in EVERY_OP.items()}
+        monkeypatch.setattr(library, "_stream", lambda _: 0)
+        monkeypatch.setattr(library, "_current_device", lambda: -1)
         for name, caller in callers.items():
             monkeypatch.setitem(library.calls, name, caller)
         for module, name in HOLDERS:
@@ -884,7 +919,7 @@ def test_the_shortcut_steps_around_the_dispatcher(name: str, path: str) -> None:
     warm(lambda: PUBLIC[name](x).sum().backward())
     seen = dispatched(lambda: PUBLIC[name](x).sum().backward())
     both = [name, f"{name.removeprefix('add_')}_backward"]
-    assert sorted(set(seen)) == ([] if path == "shortcut" else both)
+    assert sorted(set(seen)) == (both if path == "dispatcher" else [])
 
 
 def test_a_negated_view_is_another_layout(path: str) -> None:
@@ -994,3 +1029,42 @@ def test_deepcopy_of_a_module_and_of_an_output() -> None:
     assert not torch.equal(twin(x), model(x))
     y = tilewright.softmax(x)
     assert torch.equal(copy.deepcopy(y), y)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("path", ["ready"], indirect=True)
+def test_the_third_call_is_launched_from_what_the_second_left(path: str, grad: bool) -> None:
+    READY_LAUNCHES.clear()
+    x = torch.randn(5, N, requires_grad=grad)
+    for _ in range(4):
+        y = tilewright.softmax(x)
+    assert READY_LAUNCHES == {"softmax": 2}
+    torch.testing.assert_close(y, F.softmax(x, -1))
+    assert y.requires_grad == grad
+    if grad:
+        upstream = torch.randn(5, N)
+        wanted = torch.autograd.grad(F.softmax(x, -1), x, upstream)
+        torch.testing.assert_close(torch.autograd.grad(y, x, upstream), wanted)
+
+
+@pytest.mark.parametrize("path", ["ready"], indirect=True)
+def test_what_is_ready_serves_its_own_layout_alone(path: str) -> None:
+    x = torch.randn(6, N)
+    READY_LAUNCHES.clear()
+    for _ in range(3):
+        tilewright.relu(x)
+    assert READY_LAUNCHES["relu"] == 1
+    room = torch.randn(6 * N + 1)
+    others = [torch.randn(N, 6).t(), x.double(), room[1:].view(6, N), torch.nn.Parameter(x)]
+    for other in others:
+        assert torch.equal(tilewright.relu(other), F.relu(other))
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            tilewright.relu(forward_ad.make_dual(x, x))
+    with tilewright.use_backend("torch"):
+        tilewright.relu(x)
+    with torch.inference_mode():
+        assert torch.equal(tilewright.relu(x), F.relu(x))
+    assert READY_LAUNCHES["relu"] == 1
+    tilewright.relu(x)
+    assert READY_LAUNCHES["relu"] == 2

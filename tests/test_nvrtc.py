@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -586,16 +587,15 @@ def test_recording_touches_no_cuda(source: nvrtc.Source, monkeypatch: pytest.Mon
 class FakeDriver:
     """The few driver calls of a launch; reads the arguments back out of memory as a GPU would."""
 
-    CUresult = types.SimpleNamespace(
-        CUDA_SUCCESS=0,
-        CUDA_ERROR_INVALID_CONTEXT=201,
-        CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES=types.SimpleNamespace(name="OUT_OF_RESOURCES"),
-    )
+    class CUresult(IntEnum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_INVALID_CONTEXT = 201
+        CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701
+
     CUfunction_attribute = types.SimpleNamespace(
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic shared"
     )
     CUfunction = CUkernel = staticmethod(lambda handle: handle)
-    CUlaunchConfig = types.SimpleNamespace
     CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4)
 
     @staticmethod
@@ -606,21 +606,26 @@ class FakeDriver:
     def __init__(self) -> None:
         self.answers: list[Any] = []  # what the next launches return; then success
         self.launches: list[tuple[Any, ...]] = []
+        self.configs: list[Any] = []
         self.attributes: list[tuple[Any, ...]] = []
         self.contexts: list[Any] = []
 
-    def cuLaunchKernel(self, *call: Any) -> tuple[Any]:  # noqa: N802
-        array = ctypes.cast(call[9], ctypes.POINTER(ctypes.c_void_p))
+    def CUlaunchConfig(self) -> Any:  # noqa: N802
+        config = types.SimpleNamespace()
+        self.configs.append(config)
+        config.getPtr = lambda place=len(self.configs): place
+        return config
+
+    def launch(self, config: int, function: Any, arguments: int, extra: None) -> int:
+        shape = self.configs[config - 1]
+        grid = (shape.gridDimX, shape.gridDimY, shape.gridDimZ)
+        block = (shape.blockDimX, shape.blockDimY, shape.blockDimZ)
+        array = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
         pointers = [ctypes.c_void_p.from_address(array[i]).value for i in range(2)]
         scalar = ctypes.c_int32.from_address(array[2]).value
-        self.launches.append((*call[:9], pointers, scalar))
-        return (self.answers.pop(0) if self.answers else 0,)
-
-    def cuLaunchKernelEx(self, config: Any, *call: Any) -> tuple[Any]:  # noqa: N802
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
-        shape = (*grid, *block, config.sharedMemBytes, config.hStream)
-        return self.cuLaunchKernel(call[0], *shape, *call[1:])
+        call = (function, *grid, *block, shape.sharedMemBytes, shape.hStream, pointers, scalar)
+        self.launches.append(call)
+        return self.answers.pop(0) if self.answers else 0
 
     def cuKernelGetFunction(self, kernel: Any) -> tuple[Any, Any]:  # noqa: N802
         return 0, kernel
@@ -645,6 +650,7 @@ def driver(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> FakeDrive
     fake = FakeDriver()
     cuda_launch._primary_context.cache_clear()
     monkeypatch.setattr(cuda_launch, "_driver", lambda: fake)
+    monkeypatch.setattr(cuda_launch, "_launch_function", lambda: fake.launch)
     monkeypatch.setattr(nvrtc, "_loaded", lambda *_: types.SimpleNamespace(handle=77))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 2)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -702,13 +708,13 @@ def test_a_new_thread_gets_its_context_and_a_second_try(
     run(torch.empty(1), torch.empty(1))
     assert driver.contexts == ["context 2"] and len(driver.launches) == 2
     driver.answers = [201, 201]
-    with pytest.raises(LaunchError, match="201"):
+    with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
         run(torch.empty(1), torch.empty(1))
 
 
 def test_a_refused_launch_raises_with_its_shape(source: nvrtc.Source, driver: FakeDriver) -> None:
     run = bind_tiny(source, shared=100)
-    driver.answers = [FakeDriver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES]
+    driver.answers = [701]
     with pytest.raises(LaunchError) as refused:
         run(torch.empty(1), torch.empty(1))
     for word in ("scale<float, 3>", "(4, 1, 1)", "block 64", "100 bytes", "OUT_OF_RESOURCES"):
@@ -734,7 +740,23 @@ def test_a_cluster_launch_carries_the_same(source: nvrtc.Source, driver: FakeDri
 @needs_nvrtc
 def test_cluster_launches_say_so() -> None:
     shape = cuda_launch.Shape("k", (8, 1, 1), 64, 0, 4)
-    config = cuda_launch._cluster_config(shape)
+    config = cuda_launch._config(shape, 1234)
     assert (config.gridDimX, config.blockDimX, config.numAttrs) == (8, 64, 1)
+    assert int(config.hStream) == 1234
     (attribute,) = config.attrs
     assert (attribute.value.clusterDim.x, attribute.value.clusterDim.y) == (4, 1)
+
+
+def test_each_stream_has_a_launch_shape_of_its_own(
+    source: nvrtc.Source, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bind_tiny(source)
+    streams = iter([5, 6, 5, 6])
+    now = [0]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now[0])
+    a = torch.empty(3)
+    run = bind_tiny(source)
+    for now[0] in streams:
+        run(a, a)
+    assert [launch[8] for launch in driver.launches] == [5, 6, 5, 6]
+    assert len(driver.configs) == 2

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import PLANTED, Checks, Planted
 
+from planted import PLANTED, Checks, Planted
 from tilewright.ops import registry
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilewright"

@@ -57,7 +57,7 @@ def test_500_random_cases_forward_and_backward(op: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_edge(op: str, tmp_path: Path) -> None:
     declared = registry()[op]
-    left_out = {"random": True, "large": True}  # tested above; for GPUs only
+    left_out = dict.fromkeys(("random", "large", "streams", "capture"), True)  # above; for GPUs
     left_out |= {"errors": not declared.errors, "in place": declared.in_place is None}
     wanted = [check for check in CHECKS if not left_out.get(check)]
     only = [word for name in wanted for word in ("--only", name)]

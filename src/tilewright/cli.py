@@ -189,6 +189,7 @@ def compile_matrix(
         _fail("compile: --update needs --ledger, the folder to write.")
     sms = _or_exit(lambda: [gpus.pretend(a).sm for a in arch or ()] or list(matrix.SMS))
     _or_exit(lambda: matrix.known_ops(ops or ()))
+    known = _or_exit(lambda: matrix.Ledger(None if everything else ledger))
     started = time.perf_counter()
     with _progress() as progress:
         bar = progress.add_task("asking the launchers", total=len(sms))
@@ -196,7 +197,6 @@ def compile_matrix(
         for sm in sms:
             wanted += _or_exit(lambda sm=sm: list(matrix.reachable(ops or (), [sm])))
             progress.advance(bar)
-        known = matrix.Ledger(None if everything else ledger)
         chosen = seed if seed is not None else random.SystemRandom().randrange(2**32)
         now, kept = matrix.select(wanted, known, sample, random.Random(chosen))
         bar = progress.add_task("compiling", total=len(now))

@@ -451,8 +451,8 @@ def interpreter() -> Gpu:
     """The GPU that launch choices are made for when kernels run in Triton's interpreter.
 
     It is an H200, so that a run on a CPU walks through the choices that an H200 takes: a test that
-    passes there has covered the path that is timed here. It has 17 SMs only: programs that walk over
-    the rows have more than one tile to walk over with inputs that a CPU can afford.
+    passes there has covered the path that is timed here. It has 17 SMs only, so that programs which
+    walk over the rows have several tiles to walk over with inputs that a CPU can afford.
     """
     name = "Triton's interpreter (with the launch choices of an H200)"
     return replace(pretend("h200"), name=name, sm_count=17)

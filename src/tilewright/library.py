@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -26,8 +26,6 @@ from tilewright.toolkit.launch import Shot
 LIBRARY = torch.library.Library("tilewright", "DEF")
 MAX_PLANS = 65_536  # layouts remembered per op; beyond it the oldest is forgotten
 
-NO_SHOT = (None,) * (len(Shot._fields) + 1)  # what follows `run` in a plan that has no Shot
-
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -36,12 +34,23 @@ _autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enab
 _is_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo traces us, else False
 _is_grad_enabled = torch.is_grad_enabled
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 # every registered op's caller by name: `calls[name](*tensors, rest)`, where rest is a tuple of the
 # arguments that are no tensors and, last, the backend asked for
 calls: dict[str, Callable[..., Any]] = {}
 # explain() listens here, by thread; while anybody does, no call takes the short way
 capturing: dict[int, list[tuple[Op, Args]]] = {}
+
+
+class Plan(NamedTuple):
+    """What a layout's calls run, and what a `ready` call needs, if the kernel is a simple one."""
+
+    run: Callable[..., Any]
+    shot: Shot | None = None
+    apply: Callable[..., Any] | None = None  # autograd for a result that is there already
 
 
 def layout_key(t: torch.Tensor | None) -> tuple[Any, ...] | None:
@@ -71,7 +80,7 @@ def register(op: Op) -> Callable[..., Any]:
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
     operator = getattr(getattr(torch.ops, op.namespace), op.name).default
-    plans: dict[Any, tuple[Any, ...]] = {}  # (run, then the parts of its Shot, if it has one)
+    plans: dict[Any, Plan] = {}
     evicting = Lock()
     tensors, mutates = op.tensor_count, "!" in signature
 
@@ -92,16 +101,16 @@ def register(op: Op) -> Callable[..., Any]:
             plan = plans.get(key)
             if plan is None:
                 _refuse_cold_capture(op, plain_args)
-                run = _on_device(dispatch.prepare(op, tuple(plain_args), backend), index)
-                plan = (run, *NO_SHOT)
+                run = dispatch.prepare(op, tuple(plain_args), backend)
+                plan = Plan(_on_device(run, index))
                 if hasattr(run, "shot") and op.autograd and op.autograd.keep == ("output",):
                     fixed = (args[0].dtype, (*plain_args[tensors:], backend))
-                    plan = (run, *run.shot, _c_apply(_autograd_function(op, fixed)))
+                    plan = Plan(plan.run, run.shot, _c_apply(_autograd_function(op, fixed)))
                 with evicting:
                     while len(plans) >= MAX_PLANS:
                         plans.pop(next(iter(plans)), None)
                     plans[key] = plan
-            return plan[0](*plain_args, backend)
+            return plan.run(*plain_args, backend)
 
     def fake(*args: Any) -> Any:
         *plain_args, _ = _with_backend(op, args)
@@ -207,7 +216,7 @@ def _refuse_cold_capture(op: Op, args: list[Any]) -> None:
 
 def _caller(
     op: Op,
-    plans: dict[Any, tuple[Any, ...]],
+    plans: dict[Any, Plan],
     slow: Callable[..., Any],
     operator: Any,
     function: type[torch.autograd.Function],
@@ -217,29 +226,52 @@ def _caller(
     The short way is taken when nothing stands between the call and its kernel: no tensor subclass,
     no function or dispatch mode, no use_backend, no autocast (where the op has a rule for it), no
     functional transform (a wrapped tensor has no address, or address 0), no forward AD, no tracing,
-    nobody explaining or poisoning. The tests and the key are written out, and `one` launches by
-    itself where a plan allows it: a Python call costs 0.2 us on the host of an H200 (2026-11), and
-    torch's own softmax takes seven in all. The C-level apply skips the Python wrapper that looks
-    for functional transforms: these have.
+    nobody explaining or poisoning. The tests and the key are written out: a Python call costs
+    0.2 us on the host of an H200 (2026-11), and torch's own softmax takes seven in all.
+
+    `one` has a shorter way yet. A call that has gone the short way leaves a `ready` launch behind,
+    with torch's own guard, which answers most of these questions about a later call at once; such a
+    call allocates and launches by itself.
     """
     apply = _c_apply(function)
-    tensor = torch.Tensor
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
     overriding = dispatch.override.get
     has_rule = op.autocast is not None
+    ready: dict[Any, tuple[Any, ...]] = {}
+    find_ready = ready.get
 
     def one(x: torch.Tensor, rest: Args) -> Any:
         if _is_compiling():
             return operator(x, *rest)
-        if (x.__class__ is tensor or x.__class__ in ordinary) and not (
+        if (
             _function_modes()
-            or _dispatch_modes()
-            or (has_rule and _autocast())
             or forward_ad._current_level >= 0
             or overriding() is not None
             or capturing
             or guards
         ):
+            return slow(x, rest)
+        try:
+            differentiated = x.requires_grad and _is_grad_enabled()
+            key = (x.shape, differentiated, rest)
+            found = find_ready(key)
+            fits = found is not None and found[0](x)
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or no dense one; a list
+            return slow(x, rest)
+        if fits:
+            (_, alignment, device, alone, apply_done,
+             makes, launch, on_stream, before, tail, entering, leaving, assigned) = found  # type: ignore[misc]  # fmt: skip
+            address = x.data_ptr()
+            if (
+                address & 15 == alignment
+                and (alone or _current_device() == device)
+                and not (entering or leaving or assigned)
+            ):
+                y = makes()
+                pointers = (y.data_ptr(), address)
+                launch(*((on_stream(_stream(device)) or before()) + pointers + tail))
+                return y if apply_done is None else apply_done((y,), x)
+        if x.__class__ in ordinary and not (_dispatch_modes() or (has_rule and _autocast())):
             try:
                 address, device = x.data_ptr(), x.get_device()
                 order = x.is_contiguous() or (x.stride(), x.is_neg())
@@ -247,23 +279,23 @@ def _caller(
             except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
                 plan = None
             if plan is not None and address:
-                differentiated = x.requires_grad and _is_grad_enabled()
                 if differentiated and _transforms() is not None:
                     return slow(x, rest)
-                run, makes, launch, on_stream, before, tail, entering, leaving, apply_fixed = plan
-                if makes is None or entering or leaving:
-                    return apply(run, x, rest) if differentiated else run(x, *rest)
-                y = makes()
-                pointers = (y.data_ptr(), address)
-                launch(*((on_stream(_stream(device)) or before()) + pointers + tail))
-                return apply_fixed((y,), x) if differentiated else y
+                if found is None and plan.shot is not None:
+                    if len(ready) >= MAX_PLANS:
+                        ready.clear()
+                    alone = torch.cuda.device_count() == 1
+                    apply_done = plan.apply if differentiated else None
+                    where = (address & 15, device, alone, apply_done)
+                    ready[key] = (_guard(x), *where, *plan.shot)
+                return apply(plan.run, x, rest) if differentiated else plan.run(x, *rest)
         return slow(x, rest)
 
     def two(x: torch.Tensor, y: torch.Tensor | None, rest: Args) -> Any:
         if _is_compiling():
             return operator(x, y, *rest)
         if (
-            (x.__class__ is tensor or x.__class__ in ordinary)
+            x.__class__ in ordinary
             and (y is None or y.__class__ in ordinary)
             and not (
                 _function_modes()
@@ -280,14 +312,14 @@ def _caller(
                 order = x.is_contiguous() or (x.stride(), x.is_neg())
                 layout = (x.shape, order, x.dtype, address & 15, x.get_device())
                 plan = find((*layout, layout_key(y), rest))
-            except RuntimeError:
+            except (RuntimeError, TypeError):
                 plan = None
             if plan is not None and address:
                 if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
                     if _transforms() is not None:
                         return slow(x, y, rest)
-                    return apply(plan[0], x, y, rest)
-                return plan[0](x, y, *rest)
+                    return apply(plan.run, x, y, rest)
+                return plan.run(x, y, *rest)
         return slow(x, y, rest)
 
     def many(*args: Any) -> Any:
@@ -306,16 +338,32 @@ def _caller(
         ):
             try:
                 plan = find(_key(leading, rest))
-            except RuntimeError:
+            except (RuntimeError, TypeError):
                 plan = None
             if plan is not None:
                 if _is_grad_enabled() and any(t is not None and t.requires_grad for t in leading):
-                    return apply(plan[0], *args)
-                return plan[0](*leading, *rest)
+                    return apply(plan.run, *args)
+                return plan.run(*leading, *rest)
         return slow(*args)
 
     by_tensors: dict[int, Callable[..., Any]] = {1: one, 2: two}
     return by_tensors.get(op.tensor_count, many)
+
+
+def _guard(x: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """torch's guard: holds for tensors like x while this thread's state is as it is now.
+
+    Like x in class, sizes, strides, dtype, device and negation; the state is dispatch modes,
+    autocast, transforms and inference. It knows no addresses, no grad mode and no forward AD.
+    """
+    if _TensorGuards is None:
+        return lambda _: False
+    try:
+        guard = _TensorGuards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (TypeError, RuntimeError):  # another torch's signature: the short way is left
+        return lambda _: False
+    holds: Callable[[torch.Tensor], bool] = guard.check
+    return holds
 
 
 def _c_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

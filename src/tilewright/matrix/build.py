@@ -70,8 +70,7 @@ def build(wanted: Wanted) -> Built:
 def _cuda(request: Request, sm: int) -> tuple[int, int, int, str]:
     from tilewright.toolkit import nvrtc
 
-    flags = tuple(value for _, value in request.options)
-    built = nvrtc.compile(request.source, request.kernel, sm, flags)
+    built = nvrtc.compile(request.source, request.kernel, sm, request.options)
     return (
         built.registers,
         built.spill_bytes,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from tilewright.errors import InputError
 from tilewright.matrix.build import Built
 
 
@@ -22,8 +23,14 @@ class Ledger:
         self.folder = folder
         self.known: dict[str, Built] = {}
         for path in sorted(folder.glob("*.jsonl")) if folder and folder.is_dir() else ():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                built = Built(**json.loads(line))
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                try:
+                    built = Built(**json.loads(line))
+                except (ValueError, TypeError) as e:
+                    raise InputError(
+                        f"compile: {path}, line {number} is no result of a compilation ({e}). "
+                        "Restore the file, or delete it and run with --update."
+                    ) from None
                 self.known[built.key] = built
 
     def write(self, results: Iterable[Built]) -> None:

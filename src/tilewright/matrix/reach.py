@@ -124,7 +124,8 @@ def _misaligned(args: Args) -> Args:
 def describe(request: Request) -> str:
     """Everything that makes two requests the same binary, as text."""
     if request.technology == "cuda":
-        return repr((request.kernel, request.source.digest, request.options))
+        binary = (request.kernel, request.source.digest, request.options)
+        return repr((*binary, request.dynamic_shared) if request.dynamic_shared else binary)
     return repr(
         (
             kernel_name(request),

@@ -13,8 +13,8 @@ Three ways to launch, best first; `route()` says which this Triton allows and `d
   direct   the C function behind CompiledKernel.run (triton 3.6, whose argument order is known)
   run      CompiledKernel.run, the same in 3.6 ... 3.9
   jit      kernel[grid], if neither is there
-Triton's launch hooks are honoured where they are added (knobs.runtime.launch_enter_hook.add, as
-profilers do): while there is one, the launch goes through CompiledKernel's own runner.
+Triton's launch hooks are honoured, added (knobs.runtime.launch_enter_hook.add, as profilers do) or
+assigned: while there is one, the launch goes through CompiledKernel's own runner.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Shot(NamedTuple):
 
     `library` allocates with `makes` and calls `launch` with what comes before the pointers on the
     current stream (`on_stream(stream)`, or `before()` if that is new), the two addresses and
-    `tail`, unless a hook is set.
+    `tail`, unless one of the containers of hooks holds something.
     """
 
     makes: Callable[[], torch.Tensor]
@@ -119,8 +119,9 @@ class Shot(NamedTuple):
     on_stream: Callable[[int], Any]
     before: Callable[[], tuple[Any, ...]]
     tail: tuple[Any, ...]
-    entering: Any
-    leaving: Any
+    entering: Any = ()
+    leaving: Any = ()
+    assigned: Any = ()
 
 
 def _is_gluon(kernel: Any) -> bool:
@@ -205,12 +206,12 @@ def _direct_caller(
             found = on_stream[number] = (*grid, number, *head)
         return found
 
-    entering, leaving = _hooks()
+    entering, leaving, assigned = _hooks()
     with_hooks = compiled[grid]
     find = on_stream.get
 
     def many(*tensors: Any) -> None:
-        if entering or leaving:
+        if entering or leaving or assigned:
             with_hooks(*tensors, *tail)
         else:
             launch(*before(), *[None if t is None else t.data_ptr() for t in tensors], *tail)
@@ -222,7 +223,7 @@ def _direct_caller(
     # tuples is 0.2 us quicker than unpacking them into the call one after another.
     def from_one(a: Any, *_: Any) -> torch.Tensor:
         made = makes()
-        if entering or leaving:
+        if entering or leaving or assigned:
             with_hooks(made, a, *tail)
         else:
             launch(*((find(stream(index)) or before()) + (made.data_ptr(), a.data_ptr()) + tail))
@@ -230,14 +231,14 @@ def _direct_caller(
 
     def from_two(a: Any, b: Any, *_: Any) -> torch.Tensor:
         made = makes()
-        if entering or leaving:
+        if entering or leaving or assigned:
             with_hooks(made, a, b, *tail)
         else:
             pointers = (made.data_ptr(), a.data_ptr(), None if b is None else b.data_ptr())
             launch(*((find(stream(index)) or before()) + pointers + tail))
         return made
 
-    from_one.shot = Shot(makes, launch, find, before, tail, entering, leaving)  # type: ignore[attr-defined]
+    from_one.shot = Shot(makes, launch, find, before, tail, *_hooks())  # type: ignore[attr-defined]
     spelled_out: dict[int, Run] = {2: from_one, 3: from_two}
     return spelled_out.get(pointers) or _making(many, makes, pointers - 1)
 
@@ -259,13 +260,17 @@ def route() -> str:
 
 
 @lru_cache(maxsize=1)
-def _hooks() -> tuple[Any, Any]:
-    """The lists behind Triton's launch hooks: what to call on entering and on leaving a launch."""
+def _hooks() -> tuple[Any, Any, Any]:
+    """Three containers that are empty while no launch hook is set.
+
+    The hooks added on entering and on leaving a launch, and what was assigned to Triton's runtime
+    knobs, hooks among them: the instance's own attributes.
+    """
     from triton import knobs
 
     runtime = knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return getattr(hooks[0], "calls", hooks[0]), getattr(hooks[1], "calls", hooks[1])
+    chains = type(runtime).launch_enter_hook, type(runtime).launch_exit_hook
+    return getattr(chains[0], "calls", ()), getattr(chains[1], "calls", ()), vars(runtime)
 
 
 def programs(total: int, each: int) -> int:

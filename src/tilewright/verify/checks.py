@@ -184,9 +184,7 @@ def _laid_out(
 def _judge(c: Context, phase: str, args: Args, grads: Any = None) -> tuple[Verdict, Any]:
     if phase == "forward":
         return compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
-    return compare.backward(
-        c.op, args, c.backend, c.seed, interpreted=c.interpreted, grads=grads
-    )
+    return compare.backward(c.op, args, c.backend, c.seed, interpreted=c.interpreted, grads=grads)
 
 
 def in_place(c: Context) -> Iterator[Result]:
@@ -247,15 +245,70 @@ def repeat(c: Context) -> Iterator[Result]:
         yield c.result("repeat", f"{n} columns", dtype, "", verdict)
 
 
-def _outputs_and_grads(c: Context, args: Args) -> list[torch.Tensor]:
+def _outputs_and_grads(c: Context, args: Args, upstream: Any = None) -> list[torch.Tensor]:
     leaves = [
         a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in args
     ]
     outputs = as_tuple(call(c.op, leaves, c.backend))
     wanted = [a for a in leaves if isinstance(a, torch.Tensor)]
-    grads = torch.autograd.grad(outputs, wanted, compare.random_like(outputs, c.seed))
+    upstream = upstream or compare.random_like(outputs, c.seed)
+    grads = torch.autograd.grad(outputs, wanted, upstream)
     return [*(o.detach() for o in outputs), *grads]
+
+
+def streams(c: Context) -> Iterator[Result]:
+    """On a stream of its own, behind work that is late: a launch elsewhere reads old values."""
+    if c.device != "cuda":
+        return
+    for dtype in FLOATS:
+        args, fresh, upstream = _twice(c, dtype)
+        wanted = _outputs_and_grads(c, fresh, upstream)
+        _outputs_and_grads(c, args, upstream)  # compiles, so that nothing below waits for that
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # cycles: some 25 ms
+            _copy(args, fresh)
+            got = _outputs_and_grads(c, args, upstream)
+        stream.synchronize()
+        same = compare.same_bits(got, wanted)
+        verdict = Verdict() if same else Verdict(message="not launched on the current stream")
+        yield c.result("streams", "37 x 1000", dtype, "", verdict)
+
+
+def capture(c: Context) -> Iterator[Result]:
+    """A CUDA graph captured after a warm call gives the right bits for what its inputs hold then."""
+    if c.device != "cuda":
+        return
+    for dtype in FLOATS:
+        args, fresh, upstream = _twice(c, dtype)
+        wanted = _outputs_and_grads(c, fresh, upstream)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            _outputs_and_grads(c, args, upstream)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = _outputs_and_grads(c, args, upstream)
+        _copy(args, fresh)
+        graph.replay()
+        same = compare.same_bits(got, wanted)
+        verdict = Verdict() if same else Verdict(message="the replay gives other bits")
+        yield c.result("capture", "37 x 1000", dtype, "", verdict)
+
+
+def _twice(c: Context, dtype: torch.dtype) -> tuple[Args, Args, list[torch.Tensor]]:
+    """Arguments, the same with other values, and an incoming gradient."""
+    args, fresh = (c.inputs({"shape": (37, 1000)}, dtype, c.seed + i) for i in range(2))
+    return args, fresh, compare.random_like(as_tuple(c.op.outputs(*args)), c.seed)
+
+
+def _copy(to: Args, values: Args) -> None:
+    for a, b in zip(to, values, strict=True):
+        if isinstance(a, torch.Tensor):
+            a.copy_(b)
 
 
 def errors(c: Context) -> Iterator[Result]:
@@ -321,6 +374,8 @@ CHECKS: dict[str, Check] = {
     "empty": empty,
     "nan": nan,
     "repeat": repeat,
+    "streams": streams,
+    "capture": capture,
     "errors": errors,
     "offsets": offsets,
     "large": large,

@@ -52,8 +52,8 @@ def roundings(outputs: Sequence[torch.Tensor], args: Sequence[Any], interpreted:
 def within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> Verdict:
     """|got - wanted| <= bound everywhere; NaN and infinities must stand where float64 has them.
 
-    What the result's dtype cannot hold becomes infinity, or the largest number (Triton's interpreter
-    truncates to bfloat16, which stops there).
+    What the result's dtype cannot hold becomes infinity, or the largest number: Triton's
+    interpreter truncates to bfloat16, which stops there.
     """
     if got.shape != wanted.shape:
         return Verdict(message=f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
@@ -104,7 +104,7 @@ def rounds_like(got: torch.Tensor, torchs: torch.Tensor, what: str) -> Verdict:
     """The reference's roundings on the way: with another one, a good part of the results differ.
 
     float32 arithmetic in another order moves a result by far less than 2^-14 of itself, and so over
-    a rounding border of the half-precision types once in a thousand elements; leaving out a rounding
+    a rounding border of the half-precision types once in a thousand elements; a rounding left out
     on the way moves every third. No bound on the error can tell: fewer roundings err less.
     """
     ours, theirs = got.double(), torchs.double()
