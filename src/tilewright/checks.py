@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import torch
@@ -34,6 +36,16 @@ def floating(op: str, name: str, value: torch.Tensor) -> None:
                 "be float32, float16 or bfloat16 (float64 on the torch backend)",
                 f"Convert it: {name}.float().",
             )
+        )
+
+
+def number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> None:
+    if not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        fix = f"Pass {name}.item()." if isinstance(value, torch.Tensor) else "Pass a float."
+        raise DTypeError(sentence(op, name, f"is a {type(value).__name__}", "be a number", fix))
+    if not value >= at_least:
+        raise InputError(
+            sentence(op, name, f"is {value}", f"be {at_least:g} or more", "Check its sign.")
         )
 
 

@@ -264,7 +264,7 @@ def _or_exit(call: Any) -> Any:
 
     try:
         return call()
-    except (TilewrightError, ValueError) as e:
+    except TilewrightError as e:
         _fail(str(e))
 
 

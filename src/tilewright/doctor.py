@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -9,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -231,11 +233,22 @@ LOOKS: tuple[Callable[[], Any], ...] = (
 )
 
 
+def source_digest() -> str:
+    """A hash of this package's files: which code made a record."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".cu", ".cuh"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def environment() -> dict[str, Any]:
     """The block that every record carries."""
     gpu = gpus.detect()
     return {
         "tilewright": __version__,
+        "source": source_digest(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton"),

@@ -54,18 +54,23 @@ def _short(us: float) -> str:
 
 
 def explain(
-    op: str, *args: Any, gpu: str | Gpu | None = None, backend: str | None = None, **kwargs: Any
+    op: str,
+    *args: Any,
+    gpu: str | int | Gpu | None = None,
+    backend: str | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Explain a call: `explain("rms_norm", x, (4096,), weight, gpu="h100")`.
 
-    `args` and `kwargs` are the public function's. `gpu` pretends that the tensors lie on that GPU.
+    `args` and `kwargs` are the public function's. `gpu` pretends that the tensors lie on that GPU: a
+    product's name, or an SM version such as "sm_86" or 86.
 
     >>> import torch, tilewright
     >>> x = torch.empty(8, 4096, device="meta", dtype=torch.bfloat16)
     >>> tilewright.explain("softmax", x, gpu="h100").backend
     'triton'
     """
-    target = gpus.pretend(gpu) if isinstance(gpu, str) else gpu
+    target = _target(gpu)
     given = (*args, *kwargs.values())
     if target is None and any(isinstance(a, torch.Tensor) and a.is_meta for a in given):
         target = gpus.detect()
@@ -74,10 +79,10 @@ def explain(
 
 
 def explain_call(
-    op: Op, args: Args, *, gpu: str | Gpu | None = None, backend: str | None = None
+    op: Op, args: Args, *, gpu: str | int | Gpu | None = None, backend: str | None = None
 ) -> Explanation:
     """The same for a registered op and its own arguments."""
-    target = gpus.pretend(gpu) if isinstance(gpu, str) else gpu
+    target = _target(gpu)
     op.check(*args)
     choice = dispatch.choose(op, args, backend=backend, gpu=target)
     moved = _bytes(op, args)
@@ -95,6 +100,10 @@ def explain_call(
     )
 
 
+def _target(gpu: str | int | Gpu | None) -> Gpu | None:
+    return gpu if gpu is None or isinstance(gpu, Gpu) else gpus.pretend(str(gpu))
+
+
 def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op, Args]:
     """The op and arguments that the public function `name` would run."""
     op = registry().get(name)
@@ -106,10 +115,14 @@ def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op,
         op.public(*args, **kwargs)
     except library.Captured:
         found: tuple[Op, Args] = listener[0]
-        return found
     finally:
         del library.capturing[thread]
-    raise AssertionError(f"{name} returned without reaching its op")
+    if found[0].name != name != op.public_name:
+        raise InputError(
+            f"explain: op is {name!r}, and with these arguments {op.public_name} runs "
+            f"{found[0].name!r}. Ask for {op.public_name!r}, with the arguments of your call."
+        )
+    return found
 
 
 def _kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """The torch.nn.functional-compatible face: the same functions under torch's names and signatures.
 
-import tilewright.functional as F
+    import tilewright.functional as F
+
+Arguments that torch has deprecated are left out: softmax's implicit dim (here -1) and _stacklevel.
 """
 
 from tilewright.ops.relu.op import relu

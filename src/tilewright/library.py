@@ -231,16 +231,18 @@ def _caller(
 
     `one` has a shorter way yet. A call that has gone the short way leaves a `ready` launch behind,
     with torch's own guard, which answers most of these questions about a later call at once; such a
-    call allocates and launches by itself.
+    call allocates and launches by itself. The last one used is tried first: a model calls an op
+    with one shape, layer after layer.
     """
     apply = _c_apply(function)
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
     overriding = dispatch.override.get
     has_rule = op.autocast is not None
     ready: dict[Any, tuple[Any, ...]] = {}
-    find_ready = ready.get
+    last: tuple[Any, ...] = (None,)
 
     def one(x: torch.Tensor, rest: Args) -> Any:
+        nonlocal last
         if _is_compiling():
             return operator(x, *rest)
         if (
@@ -252,15 +254,18 @@ def _caller(
         ):
             return slow(x, rest)
         try:
-            differentiated = x.requires_grad and _is_grad_enabled()
-            key = (x.shape, differentiated, rest)
-            found = find_ready(key)
-            fits = found is not None and found[0](x)
+            asked = (x.requires_grad and _is_grad_enabled(), rest)
+            found: Any = last
+            fits = found[0] == asked and found[1](x)
+            if not fits:
+                found = ready.get((x.shape, asked))
+                fits = found is not None and found[1](x)
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or no dense one; a list
             return slow(x, rest)
         if fits:
-            (_, alignment, device, alone, apply_done,
-             makes, launch, on_stream, before, tail, entering, leaving, assigned) = found  # type: ignore[misc]  # fmt: skip
+            last = found
+            (_, _, alignment, device, alone, apply_done, makes, launch, on_stream, before, tail,
+             entering, leaving, assigned) = found  # fmt: skip
             address = x.data_ptr()
             if (
                 address & 15 == alignment
@@ -279,6 +284,7 @@ def _caller(
             except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
                 plan = None
             if plan is not None and address:
+                differentiated = asked[0]
                 if differentiated and _transforms() is not None:
                     return slow(x, rest)
                 if found is None and plan.shot is not None:
@@ -287,7 +293,7 @@ def _caller(
                     alone = torch.cuda.device_count() == 1
                     apply_done = plan.apply if differentiated else None
                     where = (address & 15, device, alone, apply_done)
-                    ready[key] = (_guard(x), *where, *plan.shot)
+                    ready[x.shape, asked] = (asked, _guard(x), *where, *plan.shot)
                 return apply(plan.run, x, rest) if differentiated else plan.run(x, *rest)
         return slow(x, rest)
 

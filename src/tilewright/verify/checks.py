@@ -278,7 +278,7 @@ def streams(c: Context) -> Iterator[Result]:
 
 
 def capture(c: Context) -> Iterator[Result]:
-    """A CUDA graph captured after a warm call gives the right bits for what its inputs hold then."""
+    """A CUDA graph captured after a warm call, replayed on other values, gives their bits."""
     if c.device != "cuda":
         return
     for dtype in FLOATS:
@@ -332,6 +332,8 @@ def errors(c: Context) -> Iterator[Result]:
 def offsets(c: Context) -> Iterator[Result]:
     """Strides that take offsets past 2^31, in a subprocess: a 32-bit offset may crash it."""
     for number, variant in enumerate(c.op.variants):
+        if not c.serves(c.inputs({"shape": (2, 64), **variant}, torch.float16, c.seed)):
+            continue
         words = [c.op.name, c.backend, c.device, str(number)]
         command = [sys.executable, "-m", "tilewright.verify.offsets", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -138,7 +138,9 @@ def check(
         checks.floating("rms_norm", "weight", weight)
         checks.same_shape("rms_norm", "weight", weight, input.shape[-1:], "the normalized_shape")
         checks.same_device("rms_norm", "weight", weight, "input", input)
-    if casting not in CASTINGS:
+    checks.number("rms_norm", "eps", eps, at_least=0.0)
+    checks.number("rms_norm", "weight_offset", weight_offset)
+    if not isinstance(casting, str) or casting not in CASTINGS:
         names = ", ".join(repr(name) for name in CASTINGS)
         raise InputError(
             sentence("rms_norm", "casting", f"is {casting!r}", f"be one of {names}", "See help().")

@@ -16,6 +16,7 @@ from tilewright.shapes import EDGE_COLUMNS, random_shape
 from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, sum_path
 
 HERE = "tilewright.ops.softmax"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CUDA_V2_COLUMNS = 32_768  # what its registers hold
 
 
@@ -29,7 +30,8 @@ def softmax(
     """exp(x - max) / sum along `dim`, as torch.nn.functional.softmax; computed in float32.
 
     `dtype` is the dtype the input is cast to first, and the result's: float32 of a half-precision
-    input is fused into the kernel. Under autocast the result is float32, as torch's is.
+    input is fused into the kernel. Under autocast the result is float32 on every
+    device (torch has that rule on GPUs only).
 
     >>> import torch, tilewright
     >>> tilewright.softmax(torch.zeros(1, 4))
@@ -37,7 +39,7 @@ def softmax(
     """
     if dtype is not None and dtype is not torch.float32:
         checks.tensor("softmax", "input", input)
-        if isinstance(dtype, torch.dtype) and dtype != input.dtype and dtype.is_floating_point:
+        if dtype in DTYPES and dtype != input.dtype:
             input = input.to(dtype)
     return _softmax(input, (dim, dtype, backend))  # type: ignore[no-any-return]
 
@@ -58,10 +60,9 @@ def check(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
                 "Use dim=-1 for the last dim.",
             )
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise DTypeError(
-            sentence("softmax", "dtype", f"is {dtype!r}", "be a floating dtype", "Leave it out.")
-        )
+    if dtype is not None and dtype not in DTYPES:
+        wants = f"be a floating dtype: {', '.join(map(str, DTYPES))}"
+        raise DTypeError(sentence("softmax", "dtype", f"is {dtype!r}", wants, "Leave it out."))
 
 
 def check_backward(
@@ -72,7 +73,7 @@ def check_backward(
 
 
 def autocast(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Args:
-    """Float32, as torch's rule for softmax; float64 is left alone."""
+    """Float32, as torch's rule for softmax on GPUs; float64 is left alone."""
     return input, dim, dtype or (None if input.dtype == torch.float64 else torch.float32)
 
 
