@@ -42,8 +42,9 @@ def floating(op: str, name: str, value: torch.Tensor) -> None:
 def number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> None:
     if not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
         fix = f"Pass {name}.item()." if isinstance(value, torch.Tensor) else "Pass a float."
-        raise DTypeError(sentence(op, name, f"is a {type(value).__name__}", "be a number", fix))
-    if not value >= at_least:
+        got = f"is {value!r}, a {type(value).__name__}"
+        raise DTypeError(sentence(op, name, got, "be a number", fix))
+    if not value >= at_least:  # type: ignore[operator]
         raise InputError(
             sentence(op, name, f"is {value}", f"be {at_least:g} or more", "Check its sign.")
         )

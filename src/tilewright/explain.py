@@ -62,8 +62,8 @@ def explain(
 ) -> Explanation:
     """Explain a call: `explain("rms_norm", x, (4096,), weight, gpu="h100")`.
 
-    `args` and `kwargs` are the public function's. `gpu` pretends that the tensors lie on that GPU: a
-    product's name, or an SM version such as "sm_86" or 86.
+    `args` and `kwargs` are the public function's. `gpu` pretends that the tensors lie on that GPU:
+    a product's name, or an SM version such as "sm_86" or 86.
 
     >>> import torch, tilewright
     >>> x = torch.empty(8, 4096, device="meta", dtype=torch.bfloat16)

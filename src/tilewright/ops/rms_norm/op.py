@@ -333,6 +333,18 @@ def _ones(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 ERRORS = (
     BadInput(
+        "eps that is no number",
+        lambda rms_norm, device: rms_norm(_ones(device)[0], 8, eps="small"),
+        DTypeError,
+        ("rms_norm", "eps", "'small'", "number"),
+    ),
+    BadInput(
+        "negative eps",
+        lambda rms_norm, device: rms_norm(_ones(device)[0], 8, eps=-1e-6),
+        InputError,
+        ("rms_norm", "eps", "-1e-06", "0 or more"),
+    ),
+    BadInput(
         "integer tensor",
         lambda norm, device: norm(torch.ones(2, 8, dtype=torch.int32, device=device), (8,)),
         DTypeError,

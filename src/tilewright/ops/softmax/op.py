@@ -191,6 +191,12 @@ ERRORS = (
         ("softmax", "dtype", "int32", "floating"),
     ),
     BadInput(
+        "float8 dtype",
+        lambda softmax, device: softmax(torch.ones(2, 4, device=device), -1, torch.float8_e4m3fn),
+        DTypeError,
+        ("softmax", "dtype", "float8_e4m3fn", "torch.float16"),
+    ),
+    BadInput(
         "unknown backend",
         lambda softmax, device: softmax(torch.ones(2, 4, device=device), backend="cuda_v3"),
         InputError,
