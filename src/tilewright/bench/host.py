@@ -43,6 +43,7 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
         "softmax": {
             "torch": lambda: F.softmax(x, -1),
             "automatic": lambda: ours.softmax(x, -1),
+            "torch, two shapes in turn": lambda: F.softmax(next(turns), -1),
             "automatic, two shapes in turn": lambda: ours.softmax(next(turns), -1),
             "cuda_v1": lambda: ours.softmax(x, -1, backend="cuda_v1"),
             "cuda_v2": lambda: ours.softmax(x, -1, backend="cuda_v2"),
