@@ -373,3 +373,23 @@ def test_one_seed_gives_one_result(tmp_path: Path) -> None:
         words = ("softmax", "--only", "random", "--seed", "41", "--cases", "2")
         reports.append(verify(*words, folder=tmp_path / name)[1])
     assert reports[0]["numerics"] == reports[1]["numerics"] != []
+
+
+def test_touch_runs_a_binary_once(tmp_path: Path) -> None:
+    """What a sanitizer watches; in the interpreter, where a binary is a launch choice."""
+    script = (
+        "from tilewright.ops import registry\n"
+        "from tilewright.verify.checks import Context\n"
+        "from tilewright.verify.touch import touch\n"
+        "import torch\n"
+        "op, seen = registry()['rms_norm'], set()\n"
+        "context = Context(op, 'triton', 'cpu', False, 0, 0)\n"
+        "for n in (64, 60, 64, 2000):\n"
+        "    args = context.inputs({'shape': (3, n)}, torch.float16, 0)\n"
+        "    print(touch(op, args, 'triton', seen))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    # forward, backward and the sum of partials; 60 columns lose the 16-byte loads, but not the sum
+    assert done.stdout.split() == ["3", "2", "0", "2"], done.stderr[-1000:]

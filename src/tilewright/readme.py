@@ -76,7 +76,7 @@ def verified(root: Path) -> str:
     for row in record["checks"]:
         by_kernel[row["op"], row["backend"]].append(row)
     rows = []
-    for (op, backend), checks in by_kernel.items():
+    for (op, backend), checks in sorted(by_kernel.items()):
         run = {phase: sum(c["run"] for c in checks if c["phase"] == phase) for phase in PHASES}
         failed = sum(c["failed"] for c in checks)
         worst = max(c["worst_error_over_tolerance"] for c in checks)

@@ -1,0 +1,80 @@
+"""python -m tilewright.verify.touch: every binary once, for a sanitizer to watch.
+
+    compute-sanitizer --tool memcheck python -m tilewright.verify.touch
+
+Walks the declared edge cases, forward and backward, aligned and not, on every backend of a GPU, and
+runs a call if its launchers ask for a binary that no earlier call has run. It compares nothing: a
+sanitizer slows kernels down a hundredfold, and the references are what would take the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+
+import torch
+
+from tilewright import dispatch
+from tilewright.library import call
+from tilewright.ops import registry
+from tilewright.spec import FLOATS, Args, Op, as_tuple
+from tilewright.toolkit import recording
+from tilewright.verify import layouts
+from tilewright.verify.checks import Context
+from tilewright.verify.runner import backends_on
+
+
+def binaries(op: Op, args: Args, backend: str) -> set[str]:
+    """What the launchers of this call would compile, as text."""
+    choice = dispatch.choose(op, args, backend=backend)
+    with recording.recording() as requests:
+        dispatch.load(choice.backend.entry)(choice.gpu, *args)
+    return {_binary(request) for request in requests}
+
+
+def _binary(request: recording.Request) -> str:
+    pointers = [a for a in request.arguments if not isinstance(a, (int, float))]
+    return repr((recording.kernel_name(request), pointers, request.constants, request.options))
+
+
+def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
+    """Run the call, forward and backward, unless all it needs has run. Returns the new binaries."""
+    outputs = as_tuple(op.outputs(*args))
+    wanted = binaries(op, args, backend)
+    assert op.autograd is not None
+    backward = op.autograd.op
+    twin = backend if backward.backend(backend) else backward.backends[0].name
+    wanted |= binaries(backward, op.backward_call(args, outputs, outputs), twin)
+    if wanted <= seen:
+        return 0
+    leaves = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    results = as_tuple(call(op, leaves, backend))
+    tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
+    torch.autograd.grad(results, tensors, [torch.ones_like(r) for r in results])
+    new = len(wanted - seen)
+    seen |= wanted
+    return new
+
+
+def main() -> int:
+    ran: Counter[tuple[str, str]] = Counter()
+    for name, op in registry().items():
+        edge = [case for case in op.cases if case.group == "edge"]
+        for backend in backends_on(name, "cuda"):
+            seen: set[str] = set()
+            context = Context(op, backend, "cuda", False, 0, 0)
+            for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
+                args = context.inputs(case.dims, dtype, 0)
+                if not aligned:
+                    args = tuple(layouts.misaligned(a) if torch.is_tensor(a) else a for a in args)
+                if context.serves(args):
+                    ran[name, backend] += touch(op, args, backend, seen)
+    torch.cuda.synchronize()
+    for (name, backend), count in ran.items():
+        print(f"{name} {backend}: {count} binaries, forward and backward")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
