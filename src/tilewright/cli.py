@@ -111,7 +111,9 @@ def verify(
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     cases: Annotated[int | None, typer.Option(help="Random cases per op and backend.")] = None,
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,
-    workers: Annotated[int | None, typer.Option(help="Processes (CPU only).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; by default one per core, or one on a GPU.")
+    ] = None,
     fail_fast: Annotated[bool, typer.Option(help="Stop at the first failure.")] = False,
     json_to: Json = None,
 ) -> None:
@@ -141,7 +143,8 @@ def verify(
         _fail(
             f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}."
         )
-    processes = 1 if device == "cuda" or fail_fast else (workers or os.cpu_count() or 1)
+    cores = 1 if device == "cuda" else os.cpu_count() or 1
+    processes = 1 if fail_fast else workers or cores
     started, results = time.perf_counter(), []
     with _progress() as progress:
         bar = progress.add_task(f"verify on {device}", total=len(steps))

@@ -54,35 +54,28 @@ def _line(b: Built) -> str:
 
 
 def table(record: dict[str, Any]) -> Any:
-    """One line per kernel; per SM the choices compiled and the most registers any of them takes."""
-    from rich import box
+    """One line per kernel; per SM the most registers that any of its launch choices takes."""
     from rich.table import Table
 
     title = (
-        f"compile matrix: {record['binaries']} binaries, {record['compiled']} compiled now, "
-        f"{record['known']} known by hash, {len(record['violations'])} violations "
-        f"({', '.join(record['compilers'])})\n"
-        "per SM: launch choices compiled / most registers of any"
+        f"compile matrix: {record['binaries']} binaries ({', '.join(record['compilers'])})\n"
+        f"{record['compiled']} compiled now, {record['known']} known by hash, "
+        f"{len(record['violations'])} violations\n"
+        "per SM: most registers of a thread, or how many binaries break a limit"
     )
-    heads = [f"SM{sm}" for sm in record["sms"]]
-    shown = Table(
-        "op backend",
-        "kernel",
-        *heads,
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE,
-        pad_edge=False,
-    )
-    for row in record["kernels"]:
+    shown = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    shown.add_column("op, backend", no_wrap=True)
+    shown.add_column("kernel", no_wrap=True)
+    for sm in record["sms"]:
+        shown.add_column(str(sm), no_wrap=True, justify="right")
+    before = ""
+    for row in sorted(record["kernels"], key=lambda r: (r["op"], r["backend"], r["kernel"])):
         cells = []
         for sm in record["sms"]:
-            facts = row["by_sm"].get(str(sm))
-            if facts is None:
-                cells.append("-")
-                continue
-            text = f"{facts['choices']}/{facts['registers']}"
+            facts = row["by_sm"].get(str(sm), {"violations": 0, "registers": "-"})
             bad = facts["violations"]
-            cells.append(f"[red]{bad} of {facts['choices']}[/]" if bad else text)
-        shown.add_row(f"{row['op']} {row['backend']}", row["kernel"], *cells)
+            cells.append(f"[red]{bad}![/]" if bad else str(facts["registers"]))
+        name = f"{row['op']} {row['backend']}"
+        shown.add_row("" if name == before else name, row["kernel"], *cells)
+        before = name
     return shown

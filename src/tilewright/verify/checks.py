@@ -37,6 +37,10 @@ class Context:
     cases: int  # random cases
     seed: int
 
+    def by_name(self) -> tuple[str, str, str, bool, int, int]:
+        """The fields, with the op's name for the op."""
+        return self.op.name, self.backend, self.device, self.full, self.cases, self.seed
+
     @property
     def interpreted(self) -> bool:
         return self.device == "cpu" and self.backend != "torch"

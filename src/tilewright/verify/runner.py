@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,20 +79,25 @@ def _parts(check: str, context: Context) -> list[Context]:
 def run(
     steps: Sequence[tuple[str, Context]], *, fail_fast: bool = False, workers: int = 1
 ) -> Iterator[list[Result]]:
-    """Run the steps and yield each one's results; several processes share the steps on a CPU."""
+    """Run the steps and yield each one's results; several workers share them.
+
+    Workers are forked on a CPU, which is quick, and spawned on a GPU, where a fork would inherit a
+    driver that does not work.
+    """
     for _, context in steps[:1]:
         _interpreter_or_raise(context)
-    if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+    way = "fork" if steps and steps[0][1].device == "cpu" else "spawn"
+    if workers == 1 or way not in multiprocessing.get_all_start_methods():
         for step in steps:
             results = run_step(step)
             yield results
             if fail_fast and not all(r.passed for r in results):
                 return
         return
-    _steps[:] = steps
-    forked = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=forked, initializer=_one_thread) as pool:
-        for done in as_completed([pool.submit(_run_nth, i) for i in range(len(steps))]):
+    made = multiprocessing.get_context(way)
+    with ProcessPoolExecutor(workers, mp_context=made, initializer=_one_thread) as pool:
+        jobs = [pool.submit(_run_named, check, *c.by_name()) for check, c in steps]
+        for done in as_completed(jobs):
             yield done.result()
 
 
@@ -111,11 +117,9 @@ def run_step(step: tuple[str, Context]) -> list[Result]:
     return results
 
 
-_steps: list[tuple[str, Context]] = []  # inherited by forked workers: declarations do not pickle
-
-
-def _run_nth(index: int) -> list[Result]:
-    return run_step(_steps[index])
+def _run_named(check: str, op: str, *rest: Any) -> list[Result]:
+    """A step by its op's name: a declaration holds functions and does not travel."""
+    return run_step((check, Context(registry()[op], *rest)))
 
 
 def _one_thread() -> None:
