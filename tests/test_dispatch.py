@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -465,3 +466,20 @@ def test_explain_does_not_capture_another_threads_call() -> None:
     assert tilewright.explain("rms_norm", X, Shape([64])).backend == "torch"
     assert len(results) == 1
     assert isinstance(results[0], torch.Tensor), repr(results[0])
+
+
+def test_use_backend_stays_in_its_own_task() -> None:
+    """Two tasks of one event loop interleave; neither sees the other's choice."""
+    seen: dict[str, list[str | None]] = {"triton": [], "torch": []}
+
+    async def work(name: str) -> None:
+        with tilewright.use_backend(name):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                seen[name].append(dispatch.requested(ops.registry()["relu"], None)[0])
+
+    async def both() -> None:
+        await asyncio.gather(work("triton"), work("torch"))
+
+    asyncio.run(both())
+    assert seen == {"triton": ["triton"] * 3, "torch": ["torch"] * 3}

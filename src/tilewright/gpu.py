@@ -246,6 +246,7 @@ def _tera(
 
 _HALVED = "GeForce: FP32 accumulate runs at half the FP16-accumulate rate; FP32 accumulate given"
 _SPARSE = "printed with sparsity, halved here"
+_UNCHECKED = "not yet compared with that document line by line"
 
 # Marketing "GB" of memory are GiB to within ECC and reserved space; a detected GPU uses the
 # driver's number. Rates are TFLOP/s or TOP/s, dense.
@@ -253,13 +254,14 @@ _TABLE: Mapping[str, _Row] = MappingProxyType(
     {
         "t4": _row(
             "Tesla T4", 75, 40, 4, 16, 320, _tera(8.1, 65, bf16=False, int8=130),
-            "NVIDIA T4 datasheet; SMs and L2: Turing TU104 whitepaper",
+            f"NVIDIA T4 datasheet; SMs and L2: Turing TU104 whitepaper; {_UNCHECKED}",
             products=("NVIDIA T4",),
         ),
         "rtx2080ti": _row(
             "NVIDIA GeForce RTX 2080 Ti", 75, 68, 5.5, 11, 616,
             _tera(14.2, 56.9, bf16=False, int8=227.7),
-            f"NVIDIA Turing architecture whitepaper, Founders Edition clocks. {_HALVED}",
+            f"NVIDIA Turing architecture whitepaper, Founders Edition clocks. {_HALVED}; "
+            f"{_UNCHECKED}",
         ),
         "a100-40gb": _row(
             "NVIDIA A100-SXM4-40GB", 80, 108, 40, 40, 1555, _tera(19.5, 312, int8=624),
@@ -288,7 +290,8 @@ _TABLE: Mapping[str, _Row] = MappingProxyType(
         ),
         "rtxa6000": _row(
             "NVIDIA RTX A6000", 86, 84, 6, 48, 768, _tera(38.7, 154.8, int8=309.7),
-            "NVIDIA Ampere GA102 whitepaper, appendix C, dense (FP32 accumulate at full rate)",
+            "NVIDIA Ampere GA102 whitepaper, appendix C, dense (FP32 accumulate at full rate); "
+            f"{_UNCHECKED}",
             aliases=("a6000",),
         ),
         "l4": _row(
@@ -323,7 +326,7 @@ _TABLE: Mapping[str, _Row] = MappingProxyType(
         "gh200": _row(
             "NVIDIA GH200 480GB", 90, 132, 50, 96, 4000, _tera(67, 989, fp8=1979, int8=1979),
             f"NVIDIA GH200 datasheet, 96 GB HBM3 version: tensor rates {_SPARSE}; SMs and L2: "
-            "H100 whitepaper",
+            f"H100 whitepaper; {_UNCHECKED}",
         ),
         "b200": _row(
             "NVIDIA B200", 100, 148, 126.5, 180, 7700, _tera(75, 2250, fp8=4500, int8=4500),
