@@ -78,6 +78,14 @@ PLANTED = (
         "y = tl.where(x <= 0.0, 0.0, x)", "y = tl.where(x > 0.0, x, 0.0)",
     ),
     Planted(
+        "infinity is clamped", Checks("relu", ("nan",)), RELU,
+        "y = tl.where(x <= 0.0, 0.0, x)", "y = tl.where(x <= 0.0, 0.0, tl.where(x > 1e5, 1e5, x))",
+    ),
+    Planted(
+        "a write in place reaches past its row", Checks("relu", ("in place",)), RELU,
+        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
+    ),
+    Planted(
         "the gradient is read with the output's strides", Checks("relu", ("layouts",)), RELU,
         "row_start(row, g_inner, g_outer_stride, g_inner_stride, VEC)",
         "row_start(row, inner, outer_stride, inner_stride, VEC)",
@@ -206,6 +214,10 @@ PLANTED = (
     Planted(
         "the partials of wide rows do not start at zero", NORM_RANDOM, RMS_NORM,
         "later = at < n * tl.minimum(row - tl.program_id(0), 1)", "later = at < n",
+    ),
+    Planted(
+        "a row past the end brings its NaN into dW", NORM_CASES, RMS_NORM,
+        "rstd = tl.where(row < row_count, rstd, 0.0)[:, None]", "rstd = rstd[:, None]",
     ),
     Planted(
         "dW of no rows is not zero", Checks("rms_norm", ("empty",)), RMS_NORM,

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,8 @@ def test_verify_finds_the_same(name: str) -> None:
     assert [r.message for r in results if not r.passed] == []
 
 
+with torch.inference_mode():
+    INFERENCE = torch.ones(4)
 X = torch.ones(3, 8)
 
 MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -206,9 +209,70 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: tilewright.relu(X.bool(), inplace=True),
         ("relu", "input", "bool"),
     ),
+    "relu of an inference tensor in place": (
+        lambda: tilewright.relu(INFERENCE, inplace=True),
+        ("relu", "input", "inference", "inplace=False"),
+    ),
+    "nested": (
+        lambda: tilewright.relu(torch.nested.nested_tensor([X[0], X[1]])),
+        ("relu", "input", "nested"),
+    ),
+    "sparse over several dims": (
+        lambda: tilewright.rms_norm(X.to_sparse(), X.shape),
+        ("rms_norm", "input", "sparse"),
+    ),
+    "sparse residual": (
+        lambda: tilewright.rms_norm(X, X.shape[-1], residual=X.to_sparse()),
+        ("rms_norm", "residual", "sparse"),
+    ),
+    "eps beyond every float": (
+        lambda: tilewright.rms_norm(X, X.shape[-1], eps=10**400),
+        ("rms_norm", "eps", "float"),
+    ),
+    "eps tensor": (
+        lambda: tilewright.rms_norm(X, X.shape[-1], eps=torch.tensor(1e-6)),
+        ("rms_norm", "eps", "Tensor", "item()"),
+    ),
+    "float sizes": (
+        lambda: tilewright.rms_norm(X, [float(X.shape[-1])]),
+        ("rms_norm", "normalized_shape", "int"),
+    ),
+    "backend list": (lambda: tilewright.softmax(X, backend=["triton"]), ("backend", "['triton']")),
 }
 
 
+def test_whole_numbers_of_other_types_are_taken() -> None:
+    n = np.int64(X.shape[-1])
+    assert torch.equal(tilewright.softmax(X, np.int64(1)), tilewright.softmax(X, 1))
+    assert torch.equal(tilewright.rms_norm(X, n), tilewright.rms_norm(X, X.shape[-1]))
+    assert torch.equal(tilewright.rms_norm(X, [n]), tilewright.rms_norm(X, X.shape[-1]))
+    with pytest.raises(TypeError, match=r"dim is 1\.0"):
+        tilewright.softmax(X, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_softmax_casts_integers_to_the_dtype_it_is_given(dtype: torch.dtype) -> None:
+    x = torch.arange(6).view(2, 3)
+    wanted = torch.softmax(x, -1, dtype=dtype)
+    torch.testing.assert_close(tilewright.softmax(x, -1, dtype), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("softmax", (1, 2**31)), ("softmax", (2**31, 2)), ("softmax", (2**16, 2**16, 2))],
+    ids=str,
+)
+def test_sizes_beyond_32_bits_are_left_to_torch(name: str, shape: tuple[int, ...]) -> None:
+    """Rows and columns are numbered in 32 bits in kernels."""
+    x = torch.empty(shape, device="meta", dtype=torch.float16)
+    found = tilewright.explain(name, x, gpu="h200")
+    assert found.backend == "torch"
+    assert "32 bits" in found.refused["triton"]
+    with pytest.raises(NotImplementedError, match="32 bits"):
+        tilewright.explain(name, x, gpu="h200", backend="triton")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_that_no_declaration_lists_are_named_too(name: str) -> None:
     """Ours, or torch's own schema error: both name the op, the argument and the value."""

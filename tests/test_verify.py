@@ -103,9 +103,10 @@ ONE = torch.tensor([1.0, 2.0], dtype=torch.float64)
 BOUND = torch.tensor([1e-3, 1e-3], dtype=torch.float64)
 
 
-def judge(got: Any, wanted: Any = ONE, bound: Any = BOUND) -> Verdict:
+def judge(got: Any, wanted: Any = ONE, bound: Any = BOUND, truncates: bool = False) -> Verdict:
     got = torch.as_tensor(got, dtype=torch.float32)
-    return within(got, torch.as_tensor(wanted, dtype=torch.float64), bound, "it")
+    wanted = torch.as_tensor(wanted, dtype=torch.float64)
+    return within(got, wanted, bound, "it", truncates=truncates)
 
 
 def test_an_error_counts_in_tolerances() -> None:
@@ -155,11 +156,13 @@ def test_nan_and_infinity_in_their_place_pass(odd: float) -> None:
     assert not judge([1.1, odd], [1.0, odd]).passed
 
 
-def test_overflow_gives_infinity_or_the_largest_number() -> None:
+def test_overflow_gives_infinity_or_where_it_is_truncated_the_largest_number() -> None:
     """Triton's interpreter truncates to bfloat16, which stops one step short of infinity."""
     largest = torch.finfo(torch.float32).max
     assert judge([1.0, math.inf], [1.0, 1e300]).passed
-    assert judge([1.0, largest], [1.0, 1e300]).passed
+    assert not judge([1.0, largest], [1.0, 1e300]).passed
+    assert judge([1.0, largest], [1.0, 1e300], truncates=True).passed
+    assert not judge([1.0, 2.0], [1.0, 1e300], truncates=True).passed
 
 
 def test_a_result_of_another_shape_fails() -> None:

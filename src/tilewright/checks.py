@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import numbers
-from typing import Any
+import sys
+from typing import Any, SupportsIndex
 
 import torch
 
 from tilewright.errors import DTypeError, InputError, sentence
+
+MAX_FLOAT = int(sys.float_info.max)
 
 
 def tensor(op: str, name: str, value: Any) -> None:
@@ -23,6 +25,9 @@ def tensor(op: str, name: str, value: Any) -> None:
 def floating(op: str, name: str, value: torch.Tensor) -> None:
     """A dense tensor of floating-point numbers."""
     tensor(op, name, value)
+    if value.is_nested:
+        fix = f"Pad it: torch.nested.to_padded_tensor({name}, 0.0)."
+        raise InputError(sentence(op, name, "is nested", "be a dense tensor", fix))
     if value.layout != torch.strided:
         layout = str(value.layout).removeprefix("torch.")
         fix = f"Convert it: {name}.to_dense()."
@@ -39,15 +44,26 @@ def floating(op: str, name: str, value: torch.Tensor) -> None:
         )
 
 
-def number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> None:
+def number(op: str, name: str, value: Any, *, at_least: float | None = None) -> None:
     if not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
         fix = f"Pass {name}.item()." if isinstance(value, torch.Tensor) else "Pass a float."
         got = f"is {value!r}, a {type(value).__name__}"
         raise DTypeError(sentence(op, name, got, "be a number", fix))
-    if not value >= at_least:  # type: ignore[operator]
-        raise InputError(
-            sentence(op, name, f"is {value}", f"be {at_least:g} or more", "Check its sign.")
-        )
+    if isinstance(value, int) and abs(value) > MAX_FLOAT:
+        raise InputError(sentence(op, name, "is an int", "fit in a float", "Pass a float."))
+    if at_least is not None and not value >= at_least:  # type: ignore[operator]
+        wants = f"be {at_least:g} or more"
+        raise InputError(sentence(op, name, f"is {value}", wants, "Check its sign."))
+
+
+def index(op: str, name: str, value: Any, fix: str) -> int:
+    """A whole number of any type that Python takes as an index, as an int."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if not isinstance(value, SupportsIndex) or isinstance(value, torch.Tensor):
+        got = f"is {value!r}, a {type(value).__name__}"
+        raise DTypeError(sentence(op, name, got, "be an int", fix))
+    return int(value)
 
 
 def has_dims(op: str, name: str, value: torch.Tensor) -> None:
@@ -107,7 +123,7 @@ def no_overlap(op: str, name: str, value: torch.Tensor) -> None:
                 sentence(
                     op,
                     name,
-                    f"overlaps itself (shape {tuple(value.shape)}, strides {value.stride()})",
+                    f"may overlap itself (shape {tuple(value.shape)}, strides {value.stride()})",
                     "have every element in memory of its own to be written in place",
                     f"Pass inplace=False, or {name}.clone().",
                 )

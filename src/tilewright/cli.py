@@ -25,12 +25,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="GPU kernels for transformer models: verified, compiled for every SM, explained.",
 )
+MOST_ELEMENTS = 2**60  # what torch can describe, whatever the dtype
+
 console = Console()
 errors = Console(stderr=True)
 
 Ops = Annotated[list[str] | None, typer.Argument(help="Op names; all if left out.")]
 Json = Annotated[
-    Path | None, typer.Option("--json", help="Write the result here as JSON; '-' for stdout.")
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Write the result here as JSON; '-' for stdout.",
+        callback=lambda path: _writable(path),
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes; by default one per core, or one on a GPU.")
 ]
 Arch = Annotated[str | None, typer.Option(help="A GPU or SM instead of the one here: h100, sm_86.")]
 
@@ -105,15 +115,15 @@ def verify(
     ops: Ops = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is one.")] = None,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="500 or 5,000 random cases.")
+        bool, typer.Option("--full/--quick", help="Random cases: 500 or 40; on a GPU 5,000 or 200.")
     ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
-    cases: Annotated[int | None, typer.Option(help="Random cases per op and backend.")] = None,
-    seed: Annotated[int, typer.Option(help="First seed.")] = 0,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; by default one per core, or one on a GPU.")
+    cases: Annotated[
+        int | None, typer.Option(min=1, help="Random cases per op and backend.")
     ] = None,
+    seed: Annotated[int, typer.Option(help="First seed.")] = 0,
+    workers: Workers = None,
     fail_fast: Annotated[bool, typer.Option(help="Stop at the first failure.")] = False,
     json_to: Json = None,
 ) -> None:
@@ -138,8 +148,10 @@ def verify(
             seed=seed,
         )
     )  # fmt: skip
+    names = sorted({b for op in ops or registry() for b in backends_on(op, device)})
+    if not names:
+        _fail(f"verify: {', '.join(ops or ())} has no kernel that runs on {device} yet.", 1)
     if not steps:
-        names = sorted({b for op in ops or registry() for b in backends_on(op, device)})
         _fail(
             f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}."
         )
@@ -179,7 +191,7 @@ def compile_matrix(
     everything: Annotated[bool, typer.Option("--all", help="Compile all, known or not.")] = False,
     update: Annotated[bool, typer.Option(help="Write the results into the ledger.")] = False,
     seed: Annotated[int | None, typer.Option(help="Of the random part.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes.")] = None,
+    workers: Workers = None,
     json_to: Json = None,
 ) -> None:
     """Compile every kernel and launch choice for every SM, without a GPU."""
@@ -233,9 +245,24 @@ def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
         return
     console.print(shown)
     if json_to is not None:
-        json_to.parent.mkdir(parents=True, exist_ok=True)
-        json_to.write_text(text + "\n", encoding="utf-8")
+        try:
+            json_to.parent.mkdir(parents=True, exist_ok=True)
+            json_to.write_text(text + "\n", encoding="utf-8")
+        except OSError as e:
+            _fail(f"--json: {json_to} cannot be written ({e.strerror}). Name another file.")
         console.print(f"[dim]written to {json_to}[/]")
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Said before the work, not after it."""
+    if path is None or str(path) == "-":
+        return path
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        _fail(f"--json: {path} cannot be written. Name a file in a folder of yours.")
+    return path
 
 
 def _finite(value: Any) -> Any:
@@ -248,12 +275,15 @@ def _finite(value: Any) -> Any:
 
 
 def _shape(text: str) -> tuple[int, ...]:
+    from tilewright.errors import InputError
+
     sizes = text.split(",")
     if not all(size.strip().isdecimal() for size in sizes):
-        from tilewright.errors import InputError
-
         raise InputError(f"explain: --shape is {text!r}; it must be sizes such as 8,4096.")
-    return tuple(int(size) for size in sizes)
+    shape = tuple(int(size) for size in sizes)
+    if math.prod(shape) >= MOST_ELEMENTS:
+        raise InputError(f"explain: --shape is {text!r}; no tensor has so many elements.")
+    return shape
 
 
 def _progress() -> Progress:
@@ -271,6 +301,6 @@ def _or_exit(call: Any) -> Any:
         _fail(str(e))
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int = 2) -> None:
     errors.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
-    sys.exit(2)
+    sys.exit(code)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,7 +160,18 @@ def refusal(
         return (
             f"{op.layout_argument} is {str(tensor.dtype).removeprefix('torch.')}; it takes {names}"
         )
+    if backend.max_size is not None and _longest(tensor) > backend.max_size:
+        return (
+            f"{op.layout_argument} has shape {tuple(tensor.shape)}; its kernels number rows and "
+            f"columns in 32 bits, up to {backend.max_size:,}"
+        )
     return backend.accepts(*args)
+
+
+def _longest(tensor: torch.Tensor) -> int:
+    """The longest dim, or the number of rows if there are more."""
+    rows = math.prod(tensor.shape[:-1])
+    return max(rows, *tensor.shape) if tensor.dim() else 1
 
 
 def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from tilewright.toolkit.launch import Shot
 
 LIBRARY = torch.library.Library("tilewright", "DEF")
 MAX_PLANS = 65_536  # layouts remembered per op; beyond it the oldest is forgotten
+TURNS = 16  # a ready launch that does not fit gives way at every such turn
 
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 _function_modes = torch._C._len_torch_function_stack
@@ -240,9 +241,10 @@ def _caller(
     has_rule = op.autocast is not None
     ready: dict[Any, tuple[Any, ...]] = {}
     last: tuple[Any, ...] = (None,)
+    misses = 0
 
     def one(x: torch.Tensor, rest: Args) -> Any:
-        nonlocal last
+        nonlocal last, misses
         if _is_compiling():
             return operator(x, *rest)
         if (
@@ -287,7 +289,8 @@ def _caller(
                 differentiated = asked[0]
                 if differentiated and _transforms() is not None:
                     return slow(x, rest)
-                if found is None and plan.shot is not None:
+                misses += 1
+                if plan.shot is not None and (found is None or misses % TURNS == 0):
                     if len(ready) >= MAX_PLANS:
                         ready.clear()
                     alone = torch.cuda.device_count() == 1
@@ -311,6 +314,7 @@ def _caller(
                 or overriding() is not None
                 or capturing
                 or guards
+                or _transforms() is not None
             )
         ):
             try:
@@ -322,8 +326,6 @@ def _caller(
                 plan = None
             if plan is not None and address:
                 if _is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad)):
-                    if _transforms() is not None:
-                        return slow(x, y, rest)
                     return apply(plan.run, x, y, rest)
                 return plan.run(x, y, *rest)
         return slow(x, y, rest)

@@ -130,6 +130,7 @@ def describe(request: Request) -> str:
         (
             kernel_name(request),
             _source(request.kernel),
+            tuple(parameter.do_not_specialize for parameter in request.kernel.params),
             tuple(_kind(a) for a in request.arguments),
             request.constants,
             request.options,

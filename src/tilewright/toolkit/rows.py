@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 VECTOR_BYTES = 16  # the widest load of one thread
-MAX_ROWS = 2**31 - 2**10  # row numbers are 32-bit in kernels, with room for the last tile
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,11 +23,11 @@ class Result:
 
     def repro(self, device: str) -> str:
         """The command that runs this one case again."""
-        words = [f"tilewright verify {self.op} --device {device}", f"--only {self.check}"]
-        words.append(f"--backend {self.backend}")
+        words = ["tilewright", "verify", self.op, "--device", device, "--only", self.check]
+        words += ["--backend", self.backend]
         if self.seed is not None:
-            words.append(f"--seed {self.seed} --cases 1")
-        return " ".join(words)
+            words += ["--seed", str(self.seed), "--cases", "1"]
+        return shlex.join(words)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -89,7 +89,7 @@ def run(
     way = "fork" if steps and steps[0][1].device == "cpu" else "spawn"
     if workers == 1 or way not in multiprocessing.get_all_start_methods():
         for step in steps:
-            results = run_step(step)
+            results = run_step(step, fail_fast=fail_fast)
             yield results
             if fail_fast and not all(r.passed for r in results):
                 return
@@ -101,7 +101,7 @@ def run(
             yield done.result()
 
 
-def run_step(step: tuple[str, Context]) -> list[Result]:
+def run_step(step: tuple[str, Context], *, fail_fast: bool = False) -> list[Result]:
     check, context = step
     # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold
     results: list[Result] = []
@@ -109,6 +109,8 @@ def run_step(step: tuple[str, Context]) -> list[Result]:
         try:
             for result in CHECKS[check](context):
                 results.append(result)  # what came before an exception counts
+                if fail_fast and not result.passed:
+                    break
         except Exception as e:
             broken = Verdict(message=f"raised {type(e).__name__}: {e}")
             results.append(context.result(check, "", "", "", broken))

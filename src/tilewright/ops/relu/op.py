@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright import checks, library
-from tilewright.errors import DTypeError, InputError
+from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.relu import reference
 from tilewright.shapes import EDGE_COLUMNS, MODELS, random_shape
 from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding
@@ -31,6 +31,10 @@ def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = No
 
 def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
     checks.tensor("relu", "input", input)
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        got, wants = "is an inference tensor", "be an ordinary one to be written in place here"
+        fix = "Pass inplace=False, or input.clone()."
+        raise InputError(sentence("relu", "input", got, wants, fix))
     differentiated = torch.is_grad_enabled() and input.requires_grad
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if torch.compiler.is_compiling() or differentiated or transformed or input.is_neg():
@@ -58,7 +62,8 @@ def check_backward(grad: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
-    return (torch.randn(dims["shape"], generator=rng).to(dtype).to(device),)
+    x = torch.randn(dims["shape"], generator=rng) * dims.get("scale", 1.0)
+    return (x.to(dtype).to(device),)
 
 
 def exact_inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: Any) -> Args:
@@ -66,7 +71,7 @@ def exact_inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: 
 
 
 def sample(rng: random.Random) -> dict[str, Any]:
-    return {"shape": random_shape(rng)}
+    return {"shape": random_shape(rng), "scale": rng.choice([0.01, 1.0, 1000.0])}
 
 
 def tolerance(rounding: Rounding, outputs: Args, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -99,7 +104,7 @@ ERRORS = (
         "in place on an expanded tensor",
         lambda relu, device: relu(torch.ones(1, 4, device=device).expand(3, 4), inplace=True),
         InputError,
-        ("relu", "input", "overlaps", "inplace=False", "clone"),
+        ("relu", "input", "overlap itself", "inplace=False", "clone"),
     ),
     BadInput(
         "unknown backend",
@@ -117,7 +122,7 @@ BACKWARD = Op(
     outputs=lambda grad, output: torch.empty_like(output),
     check=check_backward,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward", max_size=None),
         Backend("torch", "torch", f"{HERE}.reference:relu_backward", dtypes=None),
     ),
     tolerance=tolerance,
@@ -132,7 +137,7 @@ IN_PLACE = Op(
     outputs=lambda input: None,
     check=check_in_place,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place"),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place", max_size=None),
         Backend("torch", "torch", f"{HERE}.reference:relu_in_place", dtypes=None),
     ),
     public=relu,
@@ -147,7 +152,7 @@ OP = Op(
     outputs=lambda input: torch.empty_like(input),
     check=check,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare", max_size=None),
         Backend("torch", "torch", f"{HERE}.reference:relu", dtypes=None),
     ),
     public=relu,

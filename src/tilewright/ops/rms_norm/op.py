@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -74,14 +74,14 @@ def rms_norm(
 
 
 def _sizes(normalized_shape: Any) -> tuple[int, ...]:
-    if isinstance(normalized_shape, (int, torch.SymInt)):
-        return (normalized_shape,)  # type: ignore[return-value]
-    if not isinstance(normalized_shape, Sequence):
-        got = f"is a {type(normalized_shape).__name__}"
+    several = isinstance(normalized_shape, Sequence)
+    sizes = tuple(normalized_shape) if several else (normalized_shape,)
+    if not all(isinstance(size, (SupportsIndex, torch.SymInt)) for size in sizes):
+        got = f"is {normalized_shape!r}, a {type(normalized_shape).__name__}"
         fix = "Pass input.shape[-1:] for a norm over the last dim."
         wants = "be an int or a sequence of ints"
         raise DTypeError(sentence("rms_norm", "normalized_shape", got, wants, fix))
-    return tuple(normalized_shape)
+    return sizes
 
 
 def _over_several_dims(
@@ -95,14 +95,15 @@ def _over_several_dims(
     backend: str | None,
 ) -> Any:
     """normalized_shape of several dims: flatten them into one."""
+    for name, tensor in (("input", input), ("weight", weight), ("residual", residual)):
+        if tensor is not None:
+            checks.floating("rms_norm", name, tensor)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
         raise _wrong_shape(input, shape)
     if weight is not None:
-        checks.tensor("rms_norm", "weight", weight)
         checks.same_shape("rms_norm", "weight", weight, shape, "the normalized_shape")
         weight = weight.reshape(-1)
     if residual is not None:
-        checks.tensor("rms_norm", "residual", residual)
         checks.same_shape("rms_norm", "residual", residual, input.shape, "the input's")
         residual = residual.reshape(*residual.shape[: -len(shape)], math.prod(shape))
     flat = input.reshape(*input.shape[: -len(shape)], math.prod(shape))
@@ -149,7 +150,7 @@ def check(
 
 def check_add(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> None:
     check(input, *rest)
-    checks.tensor("rms_norm", "residual", residual)
+    checks.floating("rms_norm", "residual", residual)
     checks.same_shape("rms_norm", "residual", residual, input.shape, "the input's")
     checks.same_dtype("rms_norm", "residual", residual, "input", input)
     checks.same_device("rms_norm", "residual", residual, "input", input)
@@ -238,7 +239,7 @@ def sample(rng: random.Random) -> dict[str, Any]:
         "weight_dtype": rng.choice([None, None, None, torch.float32]),
         "casting": rng.choice(CASTINGS),
         "offset": rng.choice([0.0, 0.0, 1.0]),
-        "eps": rng.choice([1e-6, 1e-5]),
+        "eps": rng.choice([1e-6, 1e-5, 0.0]),
         "scale": rng.choice([0.01, 1.0, 100.0]),
     }
 
@@ -309,18 +310,19 @@ def saved_add(kept: Args, dtype: Any, rest: Args, needs: Mapping[str, bool]) -> 
 
 
 CASES = (
-    *(Case(f"columns-{n}", {"shape": (3, n)}) for n in EDGE_COLUMNS),
-    *(Case(f"tile-{n}", {"shape": (2, n)}) for n in (64, 256, 2048, 4096, 8192, 16384, 32768)),
+    Case("eps-zero", {"shape": (3, 64), "eps": 0.0}),
+    Case("no-weight", {"shape": (3, 1024), "weight": False}),
+    Case("llama", {"shape": (3, 1024), "casting": "llama"}),
+    Case("llama-mixed", {"shape": (3, 1024), "casting": "llama", "weight_dtype": torch.float32}),
+    Case("gemma", {"shape": (3, 1024), "casting": "gemma", "offset": 1.0}),
+    Case("many-rows", {"shape": (9000, 48)}),  # more tiles than an H200 keeps resident
     Case("wide-walk", {"shape": (20, 33_000)}),  # more rows than the interpreter's SMs
     Case("wide-walk-h200", {"shape": (140, 33_000)}),
     Case("wide", {"shape": (2, 65_536)}),
     Case("widest", {"shape": (1, 262_144)}),
     Case("wide-odd", {"shape": (2, 70_001)}),
-    Case("many-rows", {"shape": (9000, 48)}),  # more tiles than an H200 keeps resident
-    Case("no-weight", {"shape": (3, 1024), "weight": False}),
-    Case("llama", {"shape": (3, 1024), "casting": "llama"}),
-    Case("llama-mixed", {"shape": (3, 1024), "casting": "llama", "weight_dtype": torch.float32}),
-    Case("gemma", {"shape": (3, 1024), "casting": "gemma", "offset": 1.0}),
+    *(Case(f"tile-{n}", {"shape": (2, n)}) for n in (64, 256, 2048, 4096, 8192, 16384, 32768)),
+    *(Case(f"columns-{n}", {"shape": (3, n)}) for n in EDGE_COLUMNS),
     *(Case(m.name, {"shape": (2048, m.hidden)}, "model") for m in MODELS.values()),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in (1024, 8192, 65_536)),
 )

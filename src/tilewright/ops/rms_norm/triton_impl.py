@@ -145,8 +145,9 @@ def _backward_rows(
         g = tl.load(g_ptr + g_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + x_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
 
-        rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + eps)[:, None]  # [ROWS, 1]
-        x *= rstd
+        rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + eps)
+        rstd = tl.where(row < row_count, rstd, 0.0)[:, None]  # [ROWS, 1]; eps may be 0, and then
+        x *= rstd  # a row past the end would bring 0 * inf = NaN into dw
         if partial_ptr is not None:
             dw += g * x
         if w_ptr is not None:

@@ -61,14 +61,6 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def fits_v2(input: torch.Tensor) -> str | None:
-    """Why `cuda_v2` cannot take this input, or None."""
-    n = input.shape[-1] if input.dim() else 1
-    if n > V2_MAX_COLUMNS:
-        return f"rows of {n} columns do not fit in registers; it takes up to {V2_MAX_COLUMNS}"
-    return None
-
-
 def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu: Gpu) -> Run:
     types = TYPE_NAMES[out], TYPE_NAMES[input.dtype]
     count, n, lanes = ctypes.c_uint32(view.count), ctypes.c_int32(view.n), choice.lanes
@@ -119,5 +111,5 @@ def prepare_v1(
 def prepare_v2(
     gpu: Gpu, input: torch.Tensor, dim: int, dtype: torch.dtype | None
 ) -> Callable[..., torch.Tensor]:
-    """As `prepare_v1`, for inputs that `fits_v2` accepts."""
+    """As `prepare_v1`, for rows of up to V2_MAX_COLUMNS."""
     return _prepare(gpu, input, dtype, 2)

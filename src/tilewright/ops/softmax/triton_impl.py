@@ -5,7 +5,7 @@ written once. Rows beyond the widest tile are read twice, with a running maximum
 Columns (dim is not the last): one program walks down N for BLOCK_D neighbouring columns, twice;
 neighbouring threads read neighbouring columns, so loads stay coalesced.
 A NaN spreads over its own row through the sum; a row of -inf gives NaN, as torch's does.
-Limits: BLOCK * ROWS in registers up to 32,768 columns; any length beyond by the loop.
+Limits: BLOCK * ROWS in registers up to 32,768 columns; up to 2^31 beyond by the loop.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ def _softmax_columns(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     outer = (tl.program_id(0) // d_blocks).to(tl.int64)
-    column = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[
-        :, None
-    ]  # [BLOCK_D, 1]
+    block = (tl.program_id(0) % d_blocks).to(tl.int64)
+    column = block * BLOCK_D + tl.arange(0, BLOCK_D)[:, None]  # [BLOCK_D, 1]
     step = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     x_slice = x_ptr + outer * outer_stride + column
 
@@ -165,13 +164,9 @@ def _backward_wide_rows(
     dx_row = dx_ptr + row.to(tl.int64) * n
     for start in range(0, n, BLOCK):
         at = start + column
-        y = tl.load(y_row + at, mask=at < n, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        g = tl.load(g_row + at, mask=at < n, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        dx = y * (g - dot)
+        y = tl.load(y_row + at, mask=at < n, other=0.0, eviction_policy="evict_first")
+        g = tl.load(g_row + at, mask=at < n, other=0.0, eviction_policy="evict_first")
+        dx = y.to(tl.float32) * (g.to(tl.float32) - dot)
         tl.store(dx_row + at, dx.to(dx_ptr.dtype.element_ty), mask=at < n)
 
 
@@ -181,9 +176,8 @@ def _backward_columns(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     outer = (tl.program_id(0) // d_blocks).to(tl.int64)
-    column = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[
-        :, None
-    ]  # [BLOCK_D, 1]
+    block = (tl.program_id(0) % d_blocks).to(tl.int64)
+    column = block * BLOCK_D + tl.arange(0, BLOCK_D)[:, None]  # [BLOCK_D, 1]
     step = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     y_slice = y_ptr + outer * outer_stride + column
     g_slice = g_ptr + outer * g_outer_stride + column
