@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
@@ -256,21 +257,21 @@ def _caller(
         ):
             return slow(x, rest)
         try:
-            asked = (x.requires_grad and _is_grad_enabled(), rest)
             found: Any = last
-            fits = found[0] == asked and found[1](x)
+            fits = found[0] == rest and found[1](x)
             if not fits:
-                found = ready.get((x.shape, asked))
+                found = ready.get((x.shape, x.requires_grad, rest))
                 fits = found is not None and found[1](x)
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or no dense one; a list
             return slow(x, rest)
         if fits:
             last = found
-            (_, _, alignment, device, alone, apply_done, makes, launch, on_stream, before, tail,
-             entering, leaving, assigned) = found  # fmt: skip
+            (_, _, grad_mode, alignment, device, alone, apply_done, makes, launch, on_stream,
+             before, tail, entering, leaving, assigned) = found  # fmt: skip
             address = x.data_ptr()
             if (
                 address & 15 == alignment
+                and (grad_mode is None or _is_grad_enabled() is grad_mode)
                 and (alone or _current_device() == device)
                 and not (entering or leaving or assigned)
             ):
@@ -286,7 +287,8 @@ def _caller(
             except RuntimeError:  # no storage: sparse, or wrapped by a functional transform
                 plan = None
             if plan is not None and address:
-                differentiated = asked[0]
+                grad_mode = _is_grad_enabled() if x.requires_grad else None
+                differentiated = grad_mode is True
                 if differentiated and _transforms() is not None:
                     return slow(x, rest)
                 misses += 1
@@ -295,8 +297,8 @@ def _caller(
                         ready.clear()
                     alone = torch.cuda.device_count() == 1
                     apply_done = plan.apply if differentiated else None
-                    where = (address & 15, device, alone, apply_done)
-                    ready[x.shape, asked] = (asked, _guard(x), *where, *plan.shot)
+                    state = (rest, _guard(x), grad_mode, address & 15, device, alone)
+                    ready[x.shape, x.requires_grad, rest] = (*state, apply_done, *plan.shot)
                 return apply(plan.run, x, rest) if differentiated else plan.run(x, *rest)
         return slow(x, rest)
 
@@ -361,17 +363,25 @@ def _caller(
 def _guard(x: torch.Tensor) -> Callable[[torch.Tensor], bool]:
     """torch's guard: holds for tensors like x while this thread's state is as it is now.
 
-    Like x in class, sizes, strides, dtype, device and negation; the state is dispatch modes,
-    autocast, transforms and inference. It knows no addresses, no grad mode and no forward AD.
+    Like x in class, sizes, strides, dtype, device, negation and requires_grad; the state is
+    dispatch modes, autocast, transforms and inference. It knows no addresses and no forward AD.
     """
-    if _TensorGuards is None:
-        return lambda _: False
-    try:
-        guard = _TensorGuards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (TypeError, RuntimeError):  # another torch's signature: the short way is left
-        return lambda _: False
-    holds: Callable[[torch.Tensor], bool] = guard.check
+    holds: Callable[[torch.Tensor], bool] = lambda _: False  # noqa: E731
+    if _guard_works():
+        holds = _TensorGuards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return holds
+
+
+@lru_cache(maxsize=1)
+def _guard_works() -> bool:
+    """Whether this torch has the guard, with this signature, and it tells requires_grad apart."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            plain, leaf = torch.empty(2), torch.empty(2, requires_grad=True)
+            guard = _TensorGuards(plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            return bool(guard.check(torch.empty(2))) and not guard.check(leaf)
+    except (TypeError, RuntimeError, AttributeError):
+        return False
 
 
 def _c_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -31,15 +31,15 @@ def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = No
 
 def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
     checks.tensor("relu", "input", input)
-    if input.is_inference() and not torch.is_inference_mode_enabled():
-        got, wants = "is an inference tensor", "be an ordinary one to be written in place here"
-        fix = "Pass inplace=False, or input.clone()."
-        raise InputError(sentence("relu", "input", got, wants, fix))
     differentiated = torch.is_grad_enabled() and input.requires_grad
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if torch.compiler.is_compiling() or differentiated or transformed or input.is_neg():
         # copy_ is what autograd and torch.compile know how to functionalise
         return input.copy_(_relu(input, (backend,)))
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        got, wants = "is an inference tensor", "be an ordinary one to be written in place here"
+        fix = "Pass inplace=False, or input.clone()."
+        raise InputError(sentence("relu", "input", got, wants, fix))
     version = None if input.is_inference() else input._version
     _relu_(input, (backend,))
     if version is not None and input._version == version:  # the short way has not told autograd
