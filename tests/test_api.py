@@ -257,6 +257,14 @@ def test_softmax_casts_integers_to_the_dtype_it_is_given(dtype: torch.dtype) -> 
     torch.testing.assert_close(tilewright.softmax(x, -1, dtype), wanted)
 
 
+def test_a_long_contiguous_relu_is_one_row_and_a_tall_one_in_pieces_is_refused() -> None:
+    x = torch.empty(2**31 + 8, 2, device="meta", dtype=torch.float16)
+    assert tilewright.explain("relu", x, gpu="h200").backend == "triton"
+    found = tilewright.explain("relu", x[:, :1], gpu="h200")
+    assert found.backend == "torch"
+    assert "32 bits" in found.refused["triton"]
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("softmax", (1, 2**31)), ("softmax", (2**31, 2)), ("softmax", (2**16, 2**16, 2))],

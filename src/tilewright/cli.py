@@ -16,8 +16,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 app = typer.Typer(
     add_completion=False,
@@ -51,10 +52,11 @@ def doctor(arch: Arch = None, json_to: Json = None) -> None:
     from tilewright import doctor as doctor_room
 
     findings = _or_exit(lambda: doctor_room.examine(arch))
-    table = Table("", "", "", "fix", box=None, pad_edge=False, header_style="dim")
+    table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[/]"}
     for f in findings:
-        table.add_row(marks[f.state], f.what, f.detail, f.fix)
+        fix = f"\n[bold]fix:[/] {escape(f.fix)}" if f.fix else ""
+        table.add_row(marks[f.state], f.what, escape(f.detail) + fix)
     _emit(table, [f.as_dict() for f in findings], json_to)
     raise typer.Exit(int(any(f.state == "fault" for f in findings)))
 
@@ -231,7 +233,7 @@ def compile_matrix(
     }
     _emit(tables.table(record), record, json_to)
     for violation in record["violations"][:20]:
-        errors.print(f"[red]violation[/] {violation}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]violation[/] {escape(violation)}", highlight=False, soft_wrap=True)
     if update:
         matrix.Ledger(ledger).write(results)
     raise typer.Exit(int(bool(record["violations"]) or not results))
@@ -243,14 +245,14 @@ def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
     if json_to is not None and str(json_to) == "-":
         print(text)
         return
-    console.print(shown)
+    console.print(shown, markup=False, soft_wrap=isinstance(shown, str))
     if json_to is not None:
         try:
             json_to.parent.mkdir(parents=True, exist_ok=True)
             json_to.write_text(text + "\n", encoding="utf-8")
         except OSError as e:
             _fail(f"--json: {json_to} cannot be written ({e.strerror}). Name another file.")
-        console.print(f"[dim]written to {json_to}[/]")
+        console.print(f"[dim]written to {escape(str(json_to))}[/]")
 
 
 def _writable(path: Path | None) -> Path | None:

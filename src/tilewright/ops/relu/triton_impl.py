@@ -42,7 +42,7 @@ GRAD_STRIDES = ["g_inner", "g_outer_stride", "g_inner_stride"]
 @triton.jit
 def _tile_position(row_count, n, column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    row = (block // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    row = (block // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = (block % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, column, (row < row_count) & (column < n)
 
