@@ -54,6 +54,15 @@ def test_list_names_every_op_and_backend() -> None:
     assert rows["relu"]["backward"] == ["triton", "torch"]
 
 
+@pytest.mark.parametrize("words", ["doctor", "list", "verify relu --device cpu --only errors"])
+def test_tables_fit_a_terminal_and_show_no_markup(words: str) -> None:
+    done = run(*words.split(), COLUMNS="80")
+    assert done.returncode == 0
+    assert "[/]" not in done.stdout
+    assert "…" not in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
 def test_list_is_a_table_without_json() -> None:
     done = run("list")
     assert done.returncode == 0

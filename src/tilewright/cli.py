@@ -245,7 +245,10 @@ def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
     if json_to is not None and str(json_to) == "-":
         print(text)
         return
-    console.print(shown, markup=False, soft_wrap=isinstance(shown, str))
+    if isinstance(shown, str):
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(shown)
     if json_to is not None:
         try:
             json_to.parent.mkdir(parents=True, exist_ok=True)
