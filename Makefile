@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 OUT ?= out
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # NumPy 2.4 breaks the interpreter of Triton 3.6; set by `make oldest`.
 EXTRA ?=
 
