@@ -187,9 +187,9 @@ PLANTED = (
     ),
     Planted(
         "the backward overwrites the input it was given", NORM_RANDOM, RMS_NORM,
-        "        x *= rstd  #",
+        "        x *= rstd\n",
         "        x *= rstd\n"
-        "        tl.store(x_ptr + x_at[:, None] + column, x.to(x_ptr.dtype.element_ty), inside)  #",
+        "        tl.store(x_ptr + x_at[:, None] + column, x.to(x_ptr.dtype.element_ty), inside)\n",
     ),
     Planted(
         "only the first partial of dW is summed", NORM_RANDOM, RMS_NORM,

@@ -148,6 +148,10 @@ def test_a_check_that_raises_is_a_failure_not_a_traceback(tmp_path: Path) -> Non
 
 
 MISUNDERSTOOD = {
+    "more elements than a tensor has": (
+        "explain softmax --shape 4294967296,4294967296,64",
+        ("explain", "--shape", "elements"),
+    ),
     "verify of no op": ("verify nonsense --device cpu", ("op", "nonsense", "softmax")),
     "verify on no device": ("verify relu --device tpu", ("--device", "tpu", "cpu or cuda")),
     "verify without a GPU": ("verify relu --device cuda", ("no GPU", "--device cpu")),
@@ -166,6 +170,32 @@ MISUNDERSTOOD = {
     "compile for no SM": ("compile relu --arch 42", ("42", "sm_75")),
     "an update of nothing": ("compile relu --update", ("--update", "--ledger")),
 }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify relu --device cpu --cases 0",
+        "verify relu --device cpu --workers 0",
+        "compile relu --workers -1",
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_the_work(words: str) -> None:
+    done = run(*words.split())
+    assert done.returncode == 2
+    assert "Invalid value" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path, tmp_path / "file" / "below.json"):
+        done = run("verify", "relu", "--device", "cpu", "--json", str(path))
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert "--json" in line
+        assert str(path) in line
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("words", "says"), MISUNDERSTOOD.values(), ids=MISUNDERSTOOD)

@@ -262,10 +262,11 @@ def _writable(path: Path | None) -> Path | None:
     """Said before the work, not after it."""
     if path is None or str(path) == "-":
         return path
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    there = path  # or the nearest folder above it that exists
+    while not there.exists():
+        there = there.parent
+    taken = path.is_dir() or (there != path and not there.is_dir())
+    if taken or not os.access(there, os.W_OK):
         _fail(f"--json: {path} cannot be written. Name a file in a folder of yours.")
     return path
 

@@ -160,7 +160,10 @@ def refusal(
         return (
             f"{op.layout_argument} is {str(tensor.dtype).removeprefix('torch.')}; it takes {names}"
         )
-    if backend.max_size is not None and _longest(tensor) > backend.max_size:
+    one_row = backend.flattens and all(
+        a.is_contiguous() for a in args if isinstance(a, torch.Tensor)
+    )
+    if not one_row and _longest(tensor) > backend.max_size:
         return (
             f"{op.layout_argument} has shape {tuple(tensor.shape)}; its kernels number rows and "
             f"columns in 32 bits, up to {backend.max_size:,}"

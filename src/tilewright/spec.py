@@ -52,8 +52,9 @@ class Backend:
     min_sm: int = 75
     max_sm: int = 999
     accepts: Callable[..., str | None] = accept_all  # (*args) -> None, or why not
-    max_size: int | None = 2**31 - 2**16
+    max_size: int = 2**31 - 2**16
     """The longest dim and the most rows it takes: kernels number both in 32 bits."""
+    flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number
     uses_tensor_cores: bool = False  # `compile` then looks for the instruction
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from tilewright.shapes import EDGE_COLUMNS, MODELS, random_shape
 from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding
 
 HERE = "tilewright.ops.relu"
-MAX_ROWS = 2**31 - 2**16
 
 
 def relu(input: torch.Tensor, inplace: bool = False, *, backend: str | None = None) -> torch.Tensor:
@@ -61,17 +59,6 @@ def check_in_place(input: torch.Tensor) -> None:
 def check_backward(grad: torch.Tensor, output: torch.Tensor) -> None:
     checks.same_shape("relu_backward", "grad", grad, output.shape, "the output's")
     checks.same_device("relu_backward", "grad", grad, "output", output)
-
-
-def few_rows(*tensors: torch.Tensor) -> str | None:
-    """A contiguous tensor is one row, as long as it likes; row numbers have 32 bits."""
-    rows = math.prod(tensors[0].shape[:-1])
-    if rows > MAX_ROWS and not all(t.is_contiguous() for t in tensors):
-        return f"{rows:,} rows that are not contiguous; it numbers rows in 32 bits"
-    return None
-
-
-SIZES: dict[str, Any] = {"max_size": None, "accepts": few_rows}
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
@@ -135,7 +122,7 @@ BACKWARD = Op(
     outputs=lambda grad, output: torch.empty_like(output),
     check=check_backward,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward", **SIZES),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward", flattens=True),
         Backend("torch", "torch", f"{HERE}.reference:relu_backward", dtypes=None),
     ),
     tolerance=tolerance,
@@ -150,7 +137,7 @@ IN_PLACE = Op(
     outputs=lambda input: None,
     check=check_in_place,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place", **SIZES),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_in_place", flattens=True),
         Backend("torch", "torch", f"{HERE}.reference:relu_in_place", dtypes=None),
     ),
     public=relu,
@@ -165,7 +152,7 @@ OP = Op(
     outputs=lambda input: torch.empty_like(input),
     check=check,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare", **SIZES),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare", flattens=True),
         Backend("torch", "torch", f"{HERE}.reference:relu", dtypes=None),
     ),
     public=relu,

@@ -5,7 +5,7 @@ new residual) written once. Rows beyond the widest tile are read twice.
 Backward: rstd is recomputed from x, which is read anyway, so nothing but the inputs is saved.
 dW: a fixed number of programs walk the rows, each keeps its own float32 partial, and a second
 kernel adds the partials in order: bit-identical from run to run, no atomics.
-Limits: rows stay in registers up to WIDEST columns; any length beyond by the loop.
+Limits: rows stay in registers up to WIDEST columns; up to 2^31 beyond by the loop.
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ def _backward_rows(
         x = tl.load(x_ptr + x_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
 
         rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + eps)
-        rstd = tl.where(row < row_count, rstd, 0.0)[:, None]  # [ROWS, 1]; eps may be 0, and then
-        x *= rstd  # a row past the end would bring 0 * inf = NaN into dw
+        # with eps = 0 a row past the end would bring 0 * inf = NaN into dw
+        rstd = tl.where(row < row_count, rstd, 0.0)[:, None]  # [ROWS, 1]
+        x *= rstd
         if partial_ptr is not None:
             dw += g * x
         if w_ptr is not None:

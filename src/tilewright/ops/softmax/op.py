@@ -30,8 +30,8 @@ def softmax(
     """exp(x - max) / sum along `dim`, as torch.nn.functional.softmax; computed in float32.
 
     `dtype` is the dtype the input is cast to first, and the result's: float32 of a half-precision
-    input is fused into the kernel. Under autocast the result is float32 on every
-    device (torch has that rule on GPUs only).
+    input is fused into the kernel. Under autocast the result is float32 on every device; torch has
+    that rule on GPUs only.
 
     >>> import torch, tilewright
     >>> tilewright.softmax(torch.zeros(1, 4))
