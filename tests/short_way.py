@@ -1,4 +1,4 @@
-"""Plans lent to CPU tensors, so that the short ways around the dispatcher are tested without a GPU."""
+"""Plans lent to CPU tensors: the short ways around the dispatcher, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def _shot(op: Op, x: torch.Tensor, rest: tuple[Any, ...]) -> Shot:
             made.pop(to).copy_(op.reference(given, *rest[:-1]))
         READY_LAUNCHES[op.name] += 1
 
-    return Shot(makes, launch, lambda _: None, lambda: (), ())
+    return Shot(makes, launch, lambda _: None, lambda: (), (), HOOKS)
 
 
 READY_LAUNCHES: Counter[str] = Counter()
+PLAN_RUNS: Counter[str] = Counter()
+HOOKS: list[Any] = []  # as Triton's: a launch that finds something here is not made directly
 
 
 def short_way(op: Op, with_shots: bool) -> Callable[..., Any]:
@@ -62,6 +64,7 @@ def short_way(op: Op, with_shots: bool) -> Callable[..., Any]:
     missed = threading.local()
 
     def run(*args: Any) -> Any:
+        PLAN_RUNS[op.name] += 1
         return silent_relu_(*args) if op.name == "relu_" else op.reference(*args[:-1])
 
     class Plans(dict[Any, Any]):

@@ -25,7 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewright
-from short_way import EVERY_OP, HOLDERS, READY_LAUNCHES, short_way, silent_relu_
+from short_way import (
+    EVERY_OP,
+    HOLDERS,
+    HOOKS,
+    PLAN_RUNS,
+    READY_LAUNCHES,
+    short_way,
+    silent_relu_,
+)
 from tilewright import dispatch, library
 from tilewright.spec import Op
 from tilewright.toolkit import memory
@@ -995,3 +1003,68 @@ def test_what_is_ready_serves_its_own_layout_alone(path: str) -> None:
     assert READY_LAUNCHES["relu"] == 1
     tilewright.relu(x)
     assert READY_LAUNCHES["relu"] == 2
+
+
+@pytest.fixture
+def ready_relu(path: str) -> Callable[[], int]:
+    """Calls a warm relu; how many launches were ready for it: one, if nothing bars."""
+    x = torch.randn(5, N)
+    warm(lambda: tilewright.relu(x))
+
+    def launches() -> int:
+        before = READY_LAUNCHES["relu"]
+        assert torch.equal(tilewright.relu(x), F.relu(x))
+        return READY_LAUNCHES["relu"] - before
+
+    assert launches() == 1
+    return launches
+
+
+ready_only = pytest.mark.parametrize("path", ["ready"], indirect=True)
+
+
+@ready_only
+def test_a_launch_hook_bars_what_is_ready(ready_relu: Callable[[], int]) -> None:
+    HOOKS.append(print)
+    try:
+        assert ready_relu() == 0
+    finally:
+        HOOKS.clear()
+    assert ready_relu() == 1
+
+
+@ready_only
+def test_another_current_device_bars_what_is_ready(
+    ready_relu: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_current_device", lambda: 3)
+    assert ready_relu() == 0
+
+
+@ready_only
+def test_somebody_who_explains_bars_what_is_ready(
+    ready_relu: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(library.capturing, -1, [])
+    assert ready_relu() == 0
+
+
+@ready_only
+def test_what_is_ready_gives_way_to_what_is_called(ready_relu: Callable[[], int]) -> None:
+    """One slot for a shape: the dtype that is called now gets it in the end."""
+    x = torch.randn(5, N, dtype=torch.float64)
+    before = READY_LAUNCHES["relu"]
+    for _ in range(library.TURNS + 3):
+        assert torch.equal(tilewright.relu(x), F.relu(x))
+    assert READY_LAUNCHES["relu"] > before
+
+
+@pytest.mark.parametrize("path", ["shortcut"], indirect=True)
+def test_a_weight_that_a_transform_wraps_has_no_address(path: str) -> None:
+    """functionalize wraps it in a plain Tensor at address 0: no plan may take it for the weight."""
+    x, w = torch.randn(3, N), torch.randn(N)
+    wanted = warm(lambda: tilewright.rms_norm(x, N, w))
+    before = PLAN_RUNS["rms_norm"]
+    got = torch.func.functionalize(lambda w: tilewright.rms_norm(x, N, w))(w)
+    assert torch.equal(got, wanted)
+    assert PLAN_RUNS["rms_norm"] == before

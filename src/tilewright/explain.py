@@ -115,6 +115,8 @@ def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op,
         op.public(*args, **kwargs)
     except library.Captured:
         found: tuple[Op, Args] = listener[0]
+    else:
+        raise AssertionError(f"{name} returned without reaching its op")
     finally:
         del library.capturing[thread]
     if found[0].name != name != op.public_name:
