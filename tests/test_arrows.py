@@ -20,7 +20,7 @@ FILES = sorted(SRC.rglob("*.py"))
 
 LEAVES = ["errors", "gpu", "spec", "shapes", "checks"]
 BELOW_OPS = [*LEAVES, "dispatch", "library"]
-READERS = [*BELOW_OPS, "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
+READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
 
 # Module -> what it may import of ours. The first pattern that fits a file decides.
 # "." is the package itself, the public face; "{here}" is the op's own folder.
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "shapes": ["errors"],
     "checks": ["errors"],
     "quant": ["errors"],
+    "dims": ["errors", "spec"],
     "toolkit": [],
     "toolkit.*": ["errors", "gpu", "toolkit", "toolkit.*"],
     "dispatch": ["errors", "gpu", "spec"],
@@ -53,10 +54,11 @@ MAY_IMPORT: dict[str, list[str]] = {
     "verify*": [*READERS, ".", "verify*"],
     "matrix*": [*READERS, ".", "matrix*"],
     "bench*": [*READERS, ".", "verify*", "doctor", "bench*"],
+    "profiling*": [*READERS, ".", "doctor", "profiling*"],
     "integrations*": [*READERS, ".", "nn", "integrations*"],
     "doctor": [*READERS, ".", "verify*", "matrix*"],
-    "readme": [*READERS, ".", "verify*", "matrix*"],
-    "cli": ["*"],
+    "readme": [*READERS, ".", "verify*", "matrix*", "bench*", "profiling*"],
+    "cli*": ["*"],
     "__main__": ["cli"],
 }
 

@@ -172,7 +172,8 @@ def test_the_quickstart_runs(interpreter: str) -> None:
 def test_commands_and_make_targets_exist(path: Path) -> None:
     text = path.read_text("utf-8")
     code = "\n".join([*re.findall(r"`([^`\n]+)`", text), *blocks(path, "console")])
-    known = re.findall(r'@app\.command\("?(\w*)"?\)\ndef (\w+)', (SRC / "cli.py").read_text())
+    source = "".join(part.read_text("utf-8") for part in (SRC / "cli").glob("*.py"))
+    known = re.findall(r'@app\.command\("?(\w*)"?\)\ndef (\w+)', source)
     commands = {name or function for name, function in known}
     assert set(re.findall(r"^(?:\$ )?tilewright (\w+)", code, re.M)) <= commands
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.M)

@@ -85,7 +85,7 @@ def explain_call(
     target = _target(gpu)
     op.check(*args)
     choice = dispatch.choose(op, args, backend=backend, gpu=target)
-    moved = _bytes(op, args)
+    moved = op.traffic(args).total
     bandwidth = choice.gpu.bandwidth if choice.gpu else None
     return Explanation(
         op=op.name,
@@ -93,7 +93,7 @@ def explain_call(
         asked_by=choice.asked_by,
         gpu=choice.gpu.name if choice.gpu else None,
         refused=dict(choice.refused),
-        kernels=_kernels(choice, args),
+        kernels=kernels(choice, args),
         bytes_moved=moved,
         floor_us=moved / bandwidth * 1e6 if bandwidth else None,
         backward=_backward(op, args, choice),
@@ -127,7 +127,8 @@ def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op,
     return found
 
 
-def _kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
+def kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
+    """Names of the kernels that this choice launches, as a profiler shows them."""
     if choice.backend.technology == "torch" or choice.gpu is None:
         return ()
     try:
@@ -137,11 +138,6 @@ def _kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
     with recording.recording() as requests:
         entry(choice.gpu, *on_meta(args))
     return tuple(recording.kernel_name(r) for r in requests)
-
-
-def _bytes(op: Op, args: Args) -> int:
-    tensors = [*args, *as_tuple(op.outputs(*on_meta(args)))]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _backward(op: Op, args: Args, choice: dispatch.Choice) -> str | None:

@@ -7,7 +7,7 @@ around powers of two, where masks, vector widths and tile boundaries go wrong.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -117,7 +117,23 @@ EDGE_COLUMNS = (
     *(1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129),
     *(255, 256, 257, 511, 513, 1000, 1023, 1024, 1025, 2047, 2049, 4095, 4097),
 )
+# Row lengths at a constant 2^27 elements: where a kernel changes its plan, the curve shows it.
+SWEEP_COLUMNS = (8192, 256, 1024, 4096, 16_384, 32_768, 65_536, 131_072)
 EDGE_ROWS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65)
+
+
+def by_tokens(columns: Callable[[Model], int]) -> Iterator[tuple[str, str, int, int]]:
+    """(group, name, tokens, columns) of decoding and of prefilling, for every size in MODELS.
+
+    Models that share a size share a case, under the name of the first.
+    """
+    sizes: dict[int, str] = {}
+    for model in MODELS.values():
+        sizes.setdefault(columns(model), model.name)
+    for size, name in sizes.items():
+        for group, counts in (("decode", (1, 16, 128)), ("prefill", (512, 2048, 8192))):
+            for tokens in counts:
+                yield group, f"{name}, {tokens} tokens", tokens, size
 
 
 def random_shape(rng: random.Random, elements: int = 8192) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ compile, bench, the CLI and the docs are all generic over it. Facts only: no ski
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,11 @@ def on_meta(args: Args) -> Args:
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """An op's result as the tuple of its outputs."""
     return value if isinstance(value, tuple) else (value,)
+
+
+def normal(shape: Sequence[int], rng: torch.Generator | None) -> torch.Tensor:
+    """Normal numbers, on the generator's device: a GPU's draws large inputs at once."""
+    return torch.randn(shape, generator=rng, device=rng.device if rng is not None else None)
 
 
 def accept_all(*args: Any) -> str | None:
@@ -60,14 +65,26 @@ class Backend:
 
 @dataclass(frozen=True)
 class Case:
-    """Named dims and options of one call; `group` says who wants it: edge, model or sweep.
+    """Named dims and options of one call; `group` says who wants it.
 
-    Every op's dims hold "shape", the shape of its layout_argument.
+    verify takes "edge"; bench takes "model", "sweep", "decode" and "prefill"; the compile matrix
+    takes all. Every op's dims hold "shape", the shape of its layout_argument.
     """
 
     name: str
     dims: Mapping[str, Any]
     group: str = "edge"
+
+
+class Traffic(NamedTuple):
+    """The fewest bytes one call can move: each input read once, each output written once."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
 
 
 @dataclass(frozen=True)
@@ -120,7 +137,11 @@ class Op:
     cases: tuple[Case, ...] = ()
     sample: Callable[..., Mapping[str, Any]] | None = None  # (random.Random) -> dims
     cost: Callable[..., Cost] | None = None  # (dims, dtype) -> Cost
+    as_called: Callable[..., Any] | None = None
+    """(backend, *args) -> the public function called with these arguments, as a user writes it."""
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Rivals beside eager and compiled torch, which are made from the reference. "vendor" is the
+    kernel that torch or the GPU's maker ships for this very op: (*args) -> result."""
     autograd: Autograd | None = None
     autocast: Callable[..., Args] | None = None  # (*args) -> args; None: keeps the dtype
     in_place: Op | None = None  # the same op written over its input
@@ -167,6 +188,10 @@ class Op:
 
         return tuple(place(name) for name in self.autograd.keep)
 
+    def traffic(self, args: Args) -> Traffic:
+        """Counted from the tensors; an expanded dim is in memory once."""
+        return Traffic(_bytes(args), _bytes(as_tuple(self.outputs(*on_meta(args)))))
+
     def backend(self, name: str) -> Backend | None:
         return next((b for b in self.backends if b.name == name), None)
 
@@ -185,6 +210,15 @@ class Rounding:
     def of(out: torch.dtype, inp: torch.dtype, *, interpreted: bool = False) -> Rounding:
         u_out, u_in = _roundoff(out, interpreted), _roundoff(inp, interpreted)
         return Rounding(u_out, u_in, _tiny(out), _tiny(inp))
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    return sum(
+        t.element_size()
+        * math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride or not n)
+        for t in values
+        if isinstance(t, torch.Tensor)
+    )
 
 
 def sum_path(n: int) -> float:

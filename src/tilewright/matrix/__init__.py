@@ -2,7 +2,18 @@
 
 from tilewright.matrix.build import Built, build
 from tilewright.matrix.ledger import Ledger
-from tilewright.matrix.reach import SMS, Wanted, known_ops, reachable
+from tilewright.matrix.reach import SMS, Wanted, known_ops, of_cases, reachable
 from tilewright.matrix.run import run, select
 
-__all__ = ["SMS", "Built", "Ledger", "Wanted", "build", "known_ops", "reachable", "run", "select"]
+__all__ = [
+    "SMS",
+    "Built",
+    "Ledger",
+    "Wanted",
+    "build",
+    "known_ops",
+    "of_cases",
+    "reachable",
+    "run",
+    "select",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from tilewright import gpu as gpus
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Args, Op, as_tuple, on_meta
+from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
 from tilewright.toolkit import recording
 from tilewright.toolkit.launch import Pointer
 from tilewright.toolkit.recording import Request, kernel_name
@@ -64,6 +64,17 @@ def reachable(ops: Sequence[str] = (), sms: Sequence[int] = SMS) -> Iterator[Wan
                     yield wanted
 
 
+def of_cases(calls: Iterable[tuple[Op, Case, torch.dtype]], sm: int) -> list[Wanted]:
+    """The distinct binaries of these cases, forward and backward, on whole 16-byte rows."""
+    gpu = gpus.pretend(f"sm_{sm}")
+    found: dict[str, Wanted] = {}
+    for op, case, dtype in calls:
+        args = _meta_inputs(op, case.dims, dtype)
+        for wanted in _of_both(op, args, gpu, dtype, case.name):
+            found.setdefault(describe(wanted.request), wanted)
+    return list(found.values())
+
+
 def known_ops(ops: Sequence[str]) -> None:
     for name in ops:
         if name not in registry():
@@ -77,13 +88,18 @@ def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:
             meta = _meta_inputs(op, case.dims, dtype)
             for aligned in (True, False):
                 args = meta if aligned else _misaligned(meta)
-                yield from _of_call(op, args, gpu, dtype, case.name)
-                if op.in_place is not None:
-                    yield from _of_call(op.in_place, args, gpu, dtype, case.name)
-                if op.autograd is not None:
-                    outputs = as_tuple(op.outputs(*args))
-                    call = op.backward_call(args, outputs, outputs)
-                    yield from _of_call(op.autograd.op, call, gpu, dtype, case.name)
+                yield from _of_both(op, args, gpu, dtype, case.name)
+
+
+def _of_both(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:
+    """Forward, in place and backward of one call."""
+    yield from _of_call(op, args, gpu, dtype, case)
+    if op.in_place is not None:
+        yield from _of_call(op.in_place, args, gpu, dtype, case)
+    if op.autograd is not None:
+        outputs = as_tuple(op.outputs(*args))
+        call = op.backward_call(args, outputs, outputs)
+        yield from _of_call(op.autograd.op, call, gpu, dtype, case)
 
 
 def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:

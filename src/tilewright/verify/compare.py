@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,6 +137,58 @@ def judged(call: Callable[..., tuple[Verdict, Any]]) -> Callable[..., tuple[Verd
     return judge
 
 
+class Truth(NamedTuple):
+    """One result in float64, and how far from it a kernel may be."""
+
+    what: str
+    wanted: torch.Tensor
+    bound: torch.Tensor
+
+
+def forward_truth(op: Op, args: Args, *, interpreted: bool = False) -> list[Truth]:
+    """What each output should be."""
+    wide = in_float64(args)
+    wanted = as_tuple(op.reference(*wide))
+    declared = as_tuple(op.outputs(*on_meta(args)))
+    return [
+        Truth(f"output {i}", wanted[i], op.tolerance(r, wanted, *wide)[i])
+        for i, r in enumerate(roundings(declared, args, interpreted))
+    ]
+
+
+def gradient_places(op: Op, args: Args) -> list[int]:
+    """Which arguments get a gradient: those the backward names, where they are given."""
+    assert op.autograd is not None
+    names = [n for names in op.autograd.gradients for n in names]
+    return [i for i, n in enumerate(op.arguments) if n in names and args[i] is not None]
+
+
+def backward_truth(
+    op: Op, args: Args, grads: Sequence[torch.Tensor], *, interpreted: bool = False
+) -> list[Truth]:
+    """What the gradient of each argument should be, for the arguments of `gradient_places`."""
+    rule, places = op.autograd, gradient_places(op, args)
+    assert rule is not None
+    wide, wide_grads = in_float64(args), in_float64(grads)
+    for i in places:
+        wide[i].requires_grad_()
+    outputs = as_tuple(op.reference(*wide))
+    found = torch.autograd.grad(outputs, [wide[i] for i in places], wide_grads)
+    wanted = {op.arguments[i]: g for i, g in zip(places, found, strict=True)}
+    plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in wide)
+    needs = dict.fromkeys(wanted, True)
+    call = op.backward_call(plain, tuple(o.detach() for o in outputs), tuple(wide_grads), needs)
+    truths = []
+    for i in places:
+        name = op.arguments[i]
+        place = next(j for j, names in enumerate(rule.gradients) if name in names)
+        (r,) = roundings([args[i]], (*args, *grads), interpreted)
+        results = tuple(wanted.get(n[0], wide_grads[0].new_empty(0)) for n in rule.gradients)
+        bound = rule.op.tolerance(r, results, *call)[place]
+        truths.append(Truth(f"gradient of {name}", wanted[name], bound))
+    return truths
+
+
 @judged
 def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Verdict, Any]:
     """Run the op in poisoned memory and judge every output. Returns the outputs too."""
@@ -160,20 +212,19 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
             with torch.no_grad():
                 if not same_bits(as_tuple(call(op, args, backend)), got):
                     return Verdict(message=f"the {way} gives other bits"), got
-    wide = in_float64(args)
-    wanted = as_tuple(op.reference(*wide))
     torchs = as_tuple(op.reference(*args))
     tensors = [a for a in (*args, *got) if isinstance(a, torch.Tensor)]
     truncates = interpreted and any(t.dtype == torch.bfloat16 for t in tensors)
+    truths = forward_truth(op, args, interpreted=interpreted)
     verdict = Verdict()
-    for i, r in enumerate(roundings(got, args, interpreted)):
-        bound, name = op.tolerance(r, wanted, *wide)[i], f"output {i}"
-        verdict = verdict.worst(within(got[i], wanted[i], bound, name, truncates=truncates))
-        verdict = verdict.worst(
-            like_torch(got[i], wanted[i], torchs[i], r.u_out, truncates=truncates)
-        )
+    for ours, theirs, truth, r in zip(
+        got, torchs, truths, roundings(got, args, interpreted), strict=True
+    ):
+        what, wanted, bound = truth
+        verdict = verdict.worst(within(ours, wanted, bound, what, truncates=truncates))
+        verdict = verdict.worst(like_torch(ours, wanted, theirs, r.u_out, truncates=truncates))
         if op.rounds_as_reference and not truncates:
-            verdict = verdict.worst(rounds_like(got[i], torchs[i], name))
+            verdict = verdict.worst(rounds_like(ours, theirs, what))
     return verdict, got
 
 
@@ -182,10 +233,7 @@ def backward(
     op: Op, args: Args, backend: str, seed: int, *, interpreted: bool, grads: Any = None
 ) -> tuple[Verdict, Any]:
     """Gradients through autograd, against float64 autograd of the reference."""
-    rule = op.autograd
-    assert rule is not None
-    names = [n for names in rule.gradients for n in names]
-    places = [i for i, n in enumerate(op.arguments) if n in names and args[i] is not None]
+    places = gradient_places(op, args)
     leaves = list(args)
     for i in places:
         leaves[i] = args[i].detach().requires_grad_()
@@ -199,32 +247,11 @@ def backward(
     if any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(grads, before, strict=True)):
         return Verdict(message="the incoming gradient was changed"), got
 
-    wide, wide_grads = in_float64(args), in_float64(grads)
-    for i in places:
-        wide[i].requires_grad_()
-    wanted_out = as_tuple(op.reference(*wide))
-    wanted = torch.autograd.grad(wanted_out, [wide[i] for i in places], wide_grads)
-    needs = {op.arguments[i]: True for i in places}
-    detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in wide]
-    outputs64 = tuple(o.detach() for o in wanted_out)
-    call64 = op.backward_call(tuple(detached), outputs64, tuple(wide_grads), needs)
-    by_name = dict(
-        zip([op.arguments[i] for i in places], zip(got, wanted, strict=True), strict=True)
-    )
     truncates = interpreted and any(t.dtype == torch.bfloat16 for t in (*got, *outputs))
     verdict = Verdict()
-    for j, group in enumerate(rule.gradients):
-        for name in group:
-            if name not in by_name:
-                continue
-            ours, theirs = by_name[name]
-            (r,) = roundings([ours], (*args, *outputs), interpreted)
-            results64 = tuple(
-                by_name.get(g[0], (None, theirs.new_empty(0)))[1] for g in rule.gradients
-            )
-            bound = rule.op.tolerance(r, results64, *call64)[j]
-            what = f"gradient of {name}"
-            verdict = verdict.worst(within(ours, theirs, bound, what, truncates=truncates))
+    truths = backward_truth(op, args, grads, interpreted=interpreted)
+    for ours, (what, wanted, bound) in zip(got, truths, strict=True):
+        verdict = verdict.worst(within(ours, wanted, bound, what, truncates=truncates))
     return verdict, got
 
 

@@ -11,8 +11,8 @@ import torch
 from tilewright import checks, library
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.relu import reference
-from tilewright.shapes import EDGE_COLUMNS, MODELS, random_shape
-from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding
+from tilewright.shapes import EDGE_COLUMNS, MODELS, by_tokens, random_shape
+from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, normal
 
 HERE = "tilewright.ops.relu"
 
@@ -62,7 +62,7 @@ def check_backward(grad: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
-    x = torch.randn(dims["shape"], generator=rng) * dims.get("scale", 1.0)
+    x = normal(dims["shape"], rng) * dims.get("scale", 1.0)
     return (x.to(dtype).to(device),)
 
 
@@ -84,7 +84,8 @@ CASES = (
     Case("one-dim", {"shape": (70_001,)}),
     Case("five-dims", {"shape": (2, 1, 3, 2, 65)}),
     *(Case(m.name, {"shape": (2048, m.intermediate)}, "model") for m in MODELS.values()),
-    Case("256MiB", {"shape": (16384, 8192)}, "sweep"),
+    *(Case(n, {"shape": (t, c)}, g) for g, n, t, c in by_tokens(lambda m: m.intermediate)),
+    *(Case(f"sweep-{n}", {"shape": (2**n // 8192, 8192)}, "sweep") for n in (27, 21, 23, 25, 29)),
 )
 
 ERRORS = (
@@ -162,7 +163,8 @@ OP = Op(
     tolerance=tolerance,
     cases=CASES,
     cost=lambda dims, dtype: Cost(0.0),
-    baselines={"torch": torch.nn.functional.relu},
+    as_called=lambda backend, input: relu(input, backend=backend),
+    baselines={"vendor": torch.nn.functional.relu},
     autograd=Autograd(
         BACKWARD,
         keep=("output",),

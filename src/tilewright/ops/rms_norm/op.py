@@ -15,8 +15,19 @@ import torch
 from tilewright import checks, library
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.rms_norm import reference
-from tilewright.shapes import EDGE_COLUMNS, MODELS, random_shape
-from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, sum_path
+from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens, random_shape
+from tilewright.spec import (
+    Args,
+    Autograd,
+    Backend,
+    BadInput,
+    Case,
+    Cost,
+    Op,
+    Rounding,
+    normal,
+    sum_path,
+)
 
 HERE = "tilewright.ops.rms_norm"
 CASTINGS = ("torch", "llama", "gemma")
@@ -202,19 +213,17 @@ def one_dtype_backward(
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
     shape = dims["shape"]
-    x = (torch.randn(shape, generator=rng) * dims.get("scale", 1.0)).to(dtype).to(device)
-    weight = None
+    x = (normal(shape, rng) * dims.get("scale", 1.0)).to(dtype).to(device)
+    kind, weight = dims.get("weight_dtype") or dtype, None
     if dims.get("weight", True):
-        weight = (
-            torch.randn(shape[-1], generator=rng).to(dims.get("weight_dtype") or dtype).to(device)
-        )
+        weight = normal(shape[-1:], rng).to(kind).to(device)
     casting = dims.get("casting", "torch")
     return x, weight, dims.get("eps", 1e-6), dims.get("offset", 0.0), casting
 
 
 def inputs_add(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: Any) -> Args:
     x, *rest = inputs(dims, dtype, device, rng)
-    return x, torch.randn(dims["shape"], generator=rng).to(dtype).to(device), *rest
+    return x, normal(dims["shape"], rng).to(dtype).to(device), *rest
 
 
 def exact_inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: Any) -> Args:
@@ -324,7 +333,8 @@ CASES = (
     *(Case(f"tile-{n}", {"shape": (2, n)}) for n in (64, 256, 2048, 4096, 8192, 16384, 32768)),
     *(Case(f"columns-{n}", {"shape": (3, n)}) for n in EDGE_COLUMNS),
     *(Case(m.name, {"shape": (2048, m.hidden)}, "model") for m in MODELS.values()),
-    *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in (1024, 8192, 65_536)),
+    *(Case(n, {"shape": (t, c)}, g) for g, n, t, c in by_tokens(lambda m: m.hidden)),
+    *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
 )
 CASES_ADD = tuple(c for c in CASES if not c.name.startswith("columns") or c.name == "columns-129")
 
@@ -404,7 +414,26 @@ ERRORS = (
 
 
 def _torch_rms_norm(x: Any, weight: Any, eps: float, offset: float, casting: str) -> Any:
+    if offset or casting == "llama":
+        raise InputError("torch's rms_norm has no weight_offset and no casting of Llama's")
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _torch_add_rms_norm(x: Any, residual: Any, *rest: Any) -> Any:
+    total = x + residual
+    return _torch_rms_norm(total, *rest), total
+
+
+def _called(backend: Any, x: Any, weight: Any, eps: float, offset: float, casting: str) -> Any:
+    return rms_norm(
+        x, x.shape[-1:], weight, eps, weight_offset=offset, casting=casting, backend=backend
+    )
+
+
+def _called_add(backend: Any, x: Any, r: Any, w: Any, eps: float, offset: float, cast: str) -> Any:
+    return rms_norm(
+        x, x.shape[-1:], w, eps, residual=r, weight_offset=offset, casting=cast, backend=backend
+    )
 
 
 BACKWARD = Op(
@@ -444,7 +473,8 @@ OP = Op(
     cases=CASES,
     rounds_as_reference=True,
     cost=lambda dims, dtype: Cost(4.0 * math.prod(dims["shape"])),
-    baselines={"torch": _torch_rms_norm},
+    as_called=_called,
+    baselines={"vendor": _torch_rms_norm},
     autograd=Autograd(BACKWARD, ("input", "weight"), saved, (("input",), ("weight",))),
     errors=ERRORS,
 )
@@ -470,7 +500,8 @@ ADD = Op(
     cases=CASES_ADD,
     rounds_as_reference=True,
     cost=lambda dims, dtype: Cost(5.0 * math.prod(dims["shape"])),
-    baselines={"torch": lambda x, r, *rest: (_torch_rms_norm(x + r, *rest), x + r)},
+    as_called=_called_add,
+    baselines={"vendor": _torch_add_rms_norm},
     autograd=Autograd(
         BACKWARD, ("output 1", "weight"), saved_add, (("input", "residual"), ("weight",))
     ),

@@ -12,8 +12,19 @@ import torch
 from tilewright import checks, library
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.softmax import reference
-from tilewright.shapes import EDGE_COLUMNS, random_shape
-from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, sum_path
+from tilewright.shapes import EDGE_COLUMNS, SWEEP_COLUMNS, random_shape
+from tilewright.spec import (
+    Args,
+    Autograd,
+    Backend,
+    BadInput,
+    Case,
+    Cost,
+    Op,
+    Rounding,
+    normal,
+    sum_path,
+)
 
 HERE = "tilewright.ops.softmax"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -90,7 +101,7 @@ def fits_registers(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> 
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
-    x = torch.randn(dims["shape"], generator=rng) * dims.get("scale", 3.0)
+    x = normal(dims["shape"], rng) * dims.get("scale", 3.0)
     dim = dims.get("dim", len(dims["shape"]) - 1)
     if dims.get("masked"):  # as attention masks a row: -inf but for its last quarter
         x.narrow(dim, 0, x.shape[dim] * 3 // 4).fill_(-math.inf)
@@ -162,7 +173,9 @@ CASES = (
     *(Case(f"columns-{n}", {"shape": (3, n)}) for n in EDGE_COLUMNS),
     *(Case(f"scores-{t}", {"shape": (32, t, t)}, "model") for t in (512, 2048)),
     Case("vocabulary", {"shape": (2048, 128_256)}, "model"),
-    *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in (1024, 8192, 65_536)),
+    *(Case(f"decode-{t}", {"shape": (t * 32, 1, 4096)}, "decode") for t in (1, 16, 128)),
+    *(Case(f"prefill-{t}", {"shape": (32, t, t)}, "prefill") for t in (512, 2048, 4096)),
+    *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
 )
 
 ERRORS = (
@@ -245,7 +258,8 @@ OP = Op(
     rounds_as_reference=True,
     variants=({}, {"dim": -2}),
     cost=lambda dims, dtype: Cost(5.0 * math.prod(dims["shape"])),
-    baselines={"torch": lambda x, dim, dtype: torch.nn.functional.softmax(x, dim, dtype=dtype)},
+    as_called=lambda backend, x, dim, dtype: softmax(x, dim, dtype, backend=backend),
+    baselines={"vendor": lambda x, dim, dtype: torch.nn.functional.softmax(x, dim, dtype=dtype)},
     autograd=Autograd(
         BACKWARD,
         keep=("output",),

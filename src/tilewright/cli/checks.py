@@ -1,45 +1,23 @@
-"""tilewright doctor | list | explain | verify | compile
-
-Exit codes: 0 fine, 1 a check failed, 2 the command was not understood.
-"""
+"""tilewright doctor | list | explain | verify | compile: what is here, and whether it is right."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="GPU kernels for transformer models: verified, compiled for every SM, explained.",
-)
+from tilewright.cli.console import Json, Ops, emit, errors, fail, or_exit, progress_bar
+
+app = typer.Typer()
 MOST_ELEMENTS = 2**60  # what torch can describe, whatever the dtype
 
-console = Console()
-errors = Console(stderr=True)
-
-Ops = Annotated[list[str] | None, typer.Argument(help="Op names; all if left out.")]
-Json = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        help="Write the result here as JSON; '-' for stdout.",
-        callback=lambda path: _writable(path),
-    ),
-]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes; by default one per core, or one on a GPU.")
 ]
@@ -51,13 +29,13 @@ def doctor(arch: Arch = None, json_to: Json = None) -> None:
     """What is installed, what does not fit together, what each op would run on here."""
     from tilewright import doctor as doctor_room
 
-    findings = _or_exit(lambda: doctor_room.examine(arch))
+    findings = or_exit(lambda: doctor_room.examine(arch))
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[/]"}
     for f in findings:
         fix = f"\n[bold]fix:[/] {escape(f.fix)}" if f.fix else ""
         table.add_row(marks[f.state], f.what, escape(f.detail) + fix)
-    _emit(table, [f.as_dict() for f in findings], json_to)
+    emit(table, [f.as_dict() for f in findings], json_to)
     raise typer.Exit(int(any(f.state == "fault" for f in findings)))
 
 
@@ -75,7 +53,7 @@ def list_ops(json_to: Json = None) -> None:
         rows.append(
             {"op": op.name, "summary": op.summary, "forward": forward, "backward": backward}
         )
-    _emit(table, rows, json_to)
+    emit(table, rows, json_to)
 
 
 @app.command()
@@ -108,8 +86,8 @@ def explain(
         target = gpu or gpus.detect()
         return explain_call(declared, tuple(args), gpu=target, backend=backend)
 
-    found = _or_exit(explanation)
-    _emit(str(found), vars(found), json_to)
+    found = or_exit(explanation)
+    emit(str(found), vars(found), json_to)
 
 
 @app.command()
@@ -134,9 +112,9 @@ def verify(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
-        _fail(f"verify: --device is {device!r}; it must be cpu or cuda.")
+        fail(f"verify: --device is {device!r}; it must be cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        _fail("verify: --device is cuda and torch sees no GPU. Use --device cpu.")
+        fail("verify: --device is cuda and torch sees no GPU. Use --device cpu.")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in children
     from tilewright import doctor as doctor_room
@@ -144,7 +122,7 @@ def verify(
     from tilewright.verify import plan, run, summary
     from tilewright.verify.runner import backends_on
 
-    steps = _or_exit(
+    steps = or_exit(
         lambda: plan(
             ops or (), device=device, full=full, only=only or (), backend=backend, cases=cases,
             seed=seed,
@@ -152,21 +130,19 @@ def verify(
     )  # fmt: skip
     names = sorted({b for op in ops or registry() for b in backends_on(op, device)})
     if not names:
-        _fail(f"verify: {', '.join(ops or ())} has no kernel that runs on {device} yet.", 1)
+        fail(f"verify: {', '.join(ops or ())} has no kernel that runs on {device} yet.", 1)
     if not steps:
-        _fail(
-            f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}."
-        )
+        fail(f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}.")
     cores = 1 if device == "cuda" else os.cpu_count() or 1
     processes = 1 if fail_fast else workers or cores
     started, results = time.perf_counter(), []
-    with _progress() as progress:
+    with progress_bar() as progress:
         bar = progress.add_task(f"verify on {device}", total=len(steps))
         for batch in run(steps, fail_fast=fail_fast, workers=processes):
             results += batch
             progress.advance(bar)
     if not results:
-        _fail("verify: nothing to run: these checks do not apply to these ops on this device.")
+        fail("verify: nothing to run: these checks do not apply to these ops on this device.")
     report = summary.summarise(results, device)
     record = {
         "environment": doctor_room.environment(),
@@ -177,7 +153,7 @@ def verify(
     }
     where = "the GPU" if device == "cuda" else "the CPU (Triton's interpreter)"
     table = summary.table(report, f"verify on {where}")
-    _emit(table, record, json_to)
+    emit(table, record, json_to)
     for failure in report["failures"][:20]:
         words = f"failed {failure['line']}\n       {failure['repro']}"
         errors.print(words, highlight=False, markup=False, soft_wrap=True)
@@ -203,16 +179,16 @@ def compile_matrix(
     from tilewright.matrix import tables
 
     if update and ledger is None:
-        _fail("compile: --update needs --ledger, the folder to write.")
-    sms = _or_exit(lambda: [gpus.pretend(a).sm for a in arch or ()] or list(matrix.SMS))
-    _or_exit(lambda: matrix.known_ops(ops or ()))
-    known = _or_exit(lambda: matrix.Ledger(None if everything else ledger))
+        fail("compile: --update needs --ledger, the folder to write.")
+    sms = or_exit(lambda: [gpus.pretend(a).sm for a in arch or ()] or list(matrix.SMS))
+    or_exit(lambda: matrix.known_ops(ops or ()))
+    known = or_exit(lambda: matrix.Ledger(None if everything else ledger))
     started = time.perf_counter()
-    with _progress() as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("asking the launchers", total=len(sms))
         wanted = []
         for sm in sms:
-            wanted += _or_exit(lambda sm=sm: list(matrix.reachable(ops or (), [sm])))
+            wanted += or_exit(lambda sm=sm: list(matrix.reachable(ops or (), [sm])))
             progress.advance(bar)
         chosen = seed if seed is not None else random.SystemRandom().randrange(2**32)
         now, kept = matrix.select(wanted, known, sample, random.Random(chosen))
@@ -231,53 +207,12 @@ def compile_matrix(
         "seed": chosen,
         **tables.summarise(results, drifted),
     }
-    _emit(tables.table(record), record, json_to)
+    emit(tables.table(record), record, json_to)
     for violation in record["violations"][:20]:
         errors.print(f"[red]violation[/] {escape(violation)}", highlight=False, soft_wrap=True)
     if update:
         matrix.Ledger(ledger).write(results)
     raise typer.Exit(int(bool(record["violations"]) or not results))
-
-
-def _emit(shown: Any, record: Any, json_to: Path | None) -> None:
-    """The table for people; the same facts as JSON for scripts."""
-    text = json.dumps(_finite(record), indent=1, default=str, allow_nan=False)
-    if json_to is not None and str(json_to) == "-":
-        print(text)
-        return
-    if isinstance(shown, str):
-        console.print(shown, markup=False, highlight=False, soft_wrap=True)
-    else:
-        console.print(shown)
-    if json_to is not None:
-        try:
-            json_to.parent.mkdir(parents=True, exist_ok=True)
-            json_to.write_text(text + "\n", encoding="utf-8")
-        except OSError as e:
-            _fail(f"--json: {json_to} cannot be written ({e.strerror}). Name another file.")
-        console.print(f"[dim]written to {escape(str(json_to))}[/]")
-
-
-def _writable(path: Path | None) -> Path | None:
-    """Said before the work, not after it."""
-    if path is None or str(path) == "-":
-        return path
-    there = path  # or the nearest folder above it that exists
-    while not there.exists():
-        there = there.parent
-    taken = path.is_dir() or (there != path and not there.is_dir())
-    if taken or not os.access(there, os.W_OK):
-        _fail(f"--json: {path} cannot be written. Name a file in a folder of yours.")
-    return path
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: say them in words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -290,23 +225,3 @@ def _shape(text: str) -> tuple[int, ...]:
     if math.prod(shape) >= MOST_ELEMENTS:
         raise InputError(f"explain: --shape is {text!r}; no tensor has so many elements.")
     return shape
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=errors)
-
-
-def _or_exit(call: Any) -> Any:
-    """A user's mistake is one line on stderr and exit code 2, not a traceback."""
-    from tilewright.errors import TilewrightError
-
-    try:
-        return call()
-    except TilewrightError as e:
-        _fail(str(e))
-
-
-def _fail(message: str, code: int = 2) -> None:
-    errors.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
-    sys.exit(code)

@@ -1,0 +1,44 @@
+"""Liger Kernel: Triton kernels for training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CASTINGS = {"torch": "gemma", "gemma": "gemma", "llama": "llama"}  # "gemma": float32 throughout
+
+
+def rms_norm(x: Any, weight: Any, eps: float, offset: float, casting: str) -> Any:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    return liger_rms_norm(x, weight, eps, offset, CASTINGS[casting], False)
+
+
+def add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, offset: float, cast: str) -> Any:
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    return liger_fused_add_rms_norm(x, residual, weight, eps, offset, CASTINGS[cast], False)
+
+
+def softmax(x: Any, dim: int, dtype: Any) -> Any:
+    from liger_kernel.transformers.functional import liger_softmax
+
+    return liger_softmax(x)
+
+
+def _no_weight(x: Any, weight: Any, *_: Any) -> str:
+    return "" if weight is not None else "its kernel needs a weight"
+
+
+def _no_weight_add(x: Any, residual: Any, *rest: Any) -> str:
+    return _no_weight(x, *rest)
+
+
+def _last_dim(x: Any, dim: int, dtype: Any) -> str:
+    if dim % x.dim() != x.dim() - 1:
+        return "it reduces the last dim only"
+    return "" if dtype in (None, x.dtype) else "it has no dtype argument"
+
+
+CALLS = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "softmax": softmax}
+REFUSES = {"rms_norm": _no_weight, "add_rms_norm": _no_weight_add, "softmax": _last_dim}
+BINDS: tuple[str, ...] = ()

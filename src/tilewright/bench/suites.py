@@ -1,0 +1,91 @@
+"""Which cases are measured: suites of declared cases, or a shape from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright import dims
+from tilewright.errors import InputError
+from tilewright.ops import registry
+from tilewright.spec import Case, Op
+
+SUITES = {
+    "quick": "the first model case and the first of the sweep",
+    "model": "one layer of each model, 2048 tokens",
+    "sweep": "one size, every row length",
+    "decode": "1, 16 and 128 tokens",
+    "prefill": "512, 2048 and 8192 tokens",
+}
+DTYPES = {
+    **dims.DTYPES,
+    **{str(dtype).removeprefix("torch."): dtype for dtype in dims.DTYPES.values()},
+}
+PHASES = {"fwd": "forward", "bwd": "backward", "forward": "forward", "backward": "backward"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One subject to be, before anything of it is made."""
+
+    op: Op
+    case: Case
+    dtype: torch.dtype
+    phase: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What a record's rows of it have in common."""
+        return self.op.name, self.case.name, str(self.dtype).removeprefix("torch."), self.phase
+
+    @property
+    def title(self) -> str:
+        op, case, dtype, phase = self.key
+        return f"{op} {phase}, {case}, {dtype}"
+
+
+def plan(
+    ops: Sequence[str],
+    suite: str,
+    shapes: Sequence[str],
+    dtypes: Sequence[str],
+    modes: Sequence[str],
+) -> list[Work]:
+    """Everything to measure, op by op. Shapes, where given, stand in for the suite."""
+    for name in ops:
+        one_of("op", name, registry())
+    one_of("--suite", suite, SUITES)
+    kinds = [DTYPES[one_of("--dtype", name, DTYPES)] for name in dtypes]
+    phases = [PHASES[one_of("--mode", name, PHASES)] for name in modes]
+    found = []
+    for name in ops or registry():
+        op = registry()[name]
+        cases = [_given(op, text) for text in shapes] or suite_cases(op, suite)
+        for phase in dict.fromkeys(phases):
+            if phase == "backward" and op.autograd is None:
+                continue
+            found += [Work(op, c, d, phase) for c in cases for d in dict.fromkeys(kinds)]
+    return found
+
+
+def _given(op: Op, text: str) -> Case:
+    found = dims.parse(op, text, "bench")
+    return Case(dims.as_text(found), found, "shape")
+
+
+def suite_cases(op: Op, suite: str) -> list[Case]:
+    groups: dict[str, list[Case]] = {}
+    for case in op.cases:
+        groups.setdefault(case.group, []).append(case)
+    if suite == "quick":
+        return [*groups.get("model", [])[:1], *groups.get("sweep", [])[:1]]
+    return groups.get(suite, [])
+
+
+def one_of(what: str, name: str, names: Mapping[str, Any] | Sequence[str]) -> str:
+    if name not in names:
+        raise InputError(f"bench: {what} is {name!r}; it must be one of {', '.join(names)}.")
+    return name

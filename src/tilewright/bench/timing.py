@@ -1,0 +1,65 @@
+"""The order of measuring and what is made of the samples. No GPU in here.
+
+All contenders of a case are measured interleaved, in an order that rotates from round to round, so
+that drift, power limits and whoever ran before hit all alike. Every way of timing is done in two
+passes with other work between; a contender whose passes disagree is noisy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tilewright.bench.record import Stats
+
+NOISE = 0.03  # passes whose medians differ by more make a row noisy
+
+Call = Callable[[], Any]
+Bind = Callable[[], Sequence[Call]]  # makes the calls of one graph
+Samples = dict[str, list[float]]  # microseconds of one call, by contender
+
+
+class Clock(Protocol):
+    """Four ways to time calls; each takes all contenders and returns samples in microseconds."""
+
+    def cold(self, calls: Mapping[str, Call], rounds: int) -> Samples:
+        """Device time of one call by events, nothing of it in L2."""
+
+    def graph(self, calls: Mapping[str, Bind], rounds: int) -> Samples:
+        """Device time of one call by a graph of many, each on tensors of its own."""
+
+    def host(self, calls: Mapping[str, Call], rounds: int) -> Samples:
+        """Wall time of one call among many, awaited at the end."""
+
+    def cpu(self, calls: Mapping[str, Call], rounds: int) -> Samples:
+        """Time until a call returns, on an empty queue."""
+
+
+def rotating(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every name once a round; each round begins one name later than the last."""
+    for turn in range(rounds):
+        start = turn % len(names) if names else 0
+        yield from (*names[start:], *names[:start])
+
+
+def interleaved(
+    names: Sequence[str], rounds: int, take: Callable[[str], Callable[[], float]]
+) -> Samples:
+    """Take a sample of each in rotating order; readings are read after the last was taken."""
+    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    for name in rotating(names, rounds):
+        pending[name].append(take(name))
+    return {name: [reading() for reading in readings] for name, readings in pending.items()}
+
+
+def stats(*passes: Sequence[float]) -> Stats:
+    """Median, p20 and p80 over all passes, and the median of each."""
+    every = [sample for one in passes for sample in one]
+    cuts = statistics.quantiles(every, n=10) if len(every) > 1 else [every[0]] * 9
+    medians = tuple(statistics.median(one) for one in passes if one)
+    return Stats(statistics.median(every), cuts[1], cuts[7], len(every), medians)
+
+
+def is_noisy(found: Stats) -> bool:
+    return found.spread > NOISE

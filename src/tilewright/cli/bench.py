@@ -1,0 +1,406 @@
+"""tilewright bench | compare | report | profile: how fast it is, and what was slow about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from tilewright.cli.console import (
+    Json,
+    Ops,
+    console,
+    emit,
+    errors,
+    fail,
+    or_exit,
+    progress_bar,
+    writable,
+)
+
+app = typer.Typer()
+
+INTERRUPTED = 130  # as a shell says it
+
+
+def _file(option: str, what: str) -> Any:
+    return typer.Option(option, help=what, callback=lambda path: writable(path, option))
+
+
+Csv = Annotated[Path | None, _file("--csv", "Write the rows here as CSV.")]
+Html = Annotated[Path | None, _file("--html", "Write a report here: one offline page.")]
+Png = Annotated[Path | None, _file("--png", "Write the pictures here.")]
+
+
+@app.command()
+def bench(
+    ops: Ops = None,
+    suite: Annotated[
+        str, typer.Option(help="quick, model, sweep, decode or prefill: which declared cases.")
+    ] = "quick",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="k=v,... instead of a suite: 2048x4096,casting=llama.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or several: bf16,fp16.")] = "bf16",
+    mode: Annotated[str, typer.Option(help="fwd, bwd or fwd,bwd.")] = "fwd",
+    backends: Annotated[str | None, typer.Option(help="Only these of ours: triton,cuda.")] = None,
+    baselines: Annotated[
+        str | None, typer.Option(help="Only these rivals: eager,compile,vendor,liger, or none.")
+    ] = None,
+    head_to_head: Annotated[
+        str | None, typer.Option(help="One backend of ours against another: triton,cuda.")
+    ] = None,
+    yardsticks: Annotated[
+        bool, typer.Option(help="Instead of ops: what the vendor's libraries reach here.")
+    ] = False,
+    warmup: Annotated[int, typer.Option(min=1, help="Calls before timing.")] = 50,
+    iters: Annotated[int, typer.Option(min=4, help="Timed calls of each contender.")] = 200,
+    max_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Start no further case after so long.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 if any row is above its roof.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("out/bench"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest record in --out.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="Without a GPU: predict for this one (h200).")
+    ] = None,
+    csv: Csv = None,
+    html: Html = None,
+    png: Png = None,
+    json_to: Json = None,
+) -> None:
+    """Time every kernel beside whatever a user would pick instead, under measured roofs."""
+    from tilewright import gpu as gpus
+    from tilewright.bench import suites
+    from tilewright.bench.subject import Wish
+
+    pair = _pair(head_to_head)
+    works = or_exit(lambda: suites.plan(ops or (), suite, shape or (), _words(dtype), _words(mode)))
+    wish = or_exit(lambda: Wish(_backends(backends, pair, works), _baselines(baselines)))
+    _need(("matplotlib", "jinja2"), html, png)
+    if not works:
+        fail("bench: nothing to measure: no case of these ops fits.", 1)
+    here = gpus.detect()
+    if here is None or gpu is not None:
+        _without_gpu(works, or_exit(lambda: gpus.pretend(gpu or "h200")), here is None, json_to)
+        return
+    _folder(out)
+    settings = {
+        "command": sys.argv[1:], "suite": suite, "warmup": warmup, "iters": iters, "seed": seed,
+    }  # fmt: skip
+    jobs = _yardsticks() if yardsticks else _jobs(works, wish, here)
+    result = _measure(jobs, here, settings, out, resume, max_seconds)
+    _show(result, pair, json_to)
+    _write_files(result.as_record(), csv, html, png)
+    raise typer.Exit(_bench_code(result, strict))
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A record, or its folder.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another one of the same GPU.")],
+    fail_over: Annotated[
+        float, typer.Option(help="A slowdown beyond this part is a regression.")
+    ] = 0.03,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="Rivals that got slower fail the command too.")
+    ] = False,
+    json_to: Json = None,
+) -> None:
+    """Two runs row by row, with confidence intervals; exit 1 if something got slower."""
+    from tilewright.bench import compare as room
+    from tilewright.bench import record
+
+    found = or_exit(lambda: room.pair(record.read(before), record.read(after), fail_over=fail_over))
+    emit(room.table(found), room.as_dict(found), json_to)
+    if str(json_to) != "-":
+        for note in (room.shift_in_words(found), *found.notes):
+            if note:
+                console.print(note, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(int(bool(room.regressions(found, only_ours=not everybody))))
+
+
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Record files, or their folders.")],
+    csv: Csv = None,
+    html: Html = None,
+    png: Png = None,
+    json_to: Json = None,
+) -> None:
+    """Turn records into one offline HTML page, a PNG or a CSV."""
+    from tilewright.bench import record, tables
+
+    found = or_exit(lambda: [record.read(path) for path in records])
+    if html is None and csv is None and png is None and json_to is None:
+        html = writable(Path("report.html"), "--html")
+    _need(("matplotlib", "jinja2"), html, png)
+    rows = [row for one in found for row in one.rows]
+    if json_to is not None:
+        emit(tables.summary(rows), [asdict(row) for row in rows], json_to)
+    elif csv is None or str(csv) != "-":
+        console.print(tables.summary(rows), highlight=False)
+    _write_files(found, csv, html, png)
+
+
+@app.command()
+def profile(
+    op: Annotated[str, typer.Argument(help="An op's name.")],
+    shape: Annotated[str, typer.Option(help="k=v,...: 2048x4096,casting=llama.")] = "2048x4096",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    phase: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
+    backend: Annotated[
+        str, typer.Option(help="Whose kernels: triton, cuda, ..., eager or vendor.")
+    ] = "triton",
+    tool: Annotated[str, typer.Option(help="ncu, torch or proton.")] = "ncu",
+    mode: Annotated[
+        str, typer.Option(help="ncu: quick (speed of light), full (stalls), file (.ncu-rep).")
+    ] = "quick",
+    calls: Annotated[int, typer.Option(min=1, help="Calls that the tool sees.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    out: Annotated[Path | None, _file("--out", "Where the tool's own file goes.")] = None,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the command instead of running it.")
+    ] = False,
+    json_to: Json = None,
+) -> None:
+    """Look into one call with a profiler, beside the bytes and flops it must do."""
+    from tilewright import dims, profiling
+    from tilewright.profiling.request import op_of
+
+    def asked() -> Any:
+        found = dims.parse(op_of(op), shape, "profile")
+        request = profiling.Request(op, found, dtype, phase, backend, tool, mode, out, calls, seed)
+        return profiling.profile(request, run=not only_print)
+
+    found = or_exit(asked)
+    if found.ran:
+        emit(found.table, found.record(), json_to)
+    elif found.state == "failed":
+        fail(f"profile: {found.reason}", 1)
+    else:
+        if found.state == "missing":
+            errors.print(f"{found.reason} Run this where there is one:", highlight=False)
+        emit(found.command, found.record(), json_to)
+
+
+def _jobs(works: Sequence[Any], wish: Any, gpu: Any) -> list[Any]:
+    from tilewright.bench import subject
+    from tilewright.bench.run import Job
+
+    def make(work: Any) -> Callable[[], Any]:
+        what = (work.op, work.case, work.dtype, work.phase)
+        return lambda: subject.of_op(*what, "cuda", gpu, wish)
+
+    return [Job(work.key, make(work)) for work in works]
+
+
+def _yardsticks() -> list[Any]:
+    from tilewright.bench import yardsticks
+    from tilewright.bench.run import Job
+
+    return [Job.of(subject) for subject in yardsticks.subjects()]
+
+
+def _measure(
+    jobs: Sequence[Any],
+    gpu: Any,
+    settings: dict[str, Any],
+    out: Path,
+    resume: bool,
+    max_seconds: float | None,
+) -> Any:
+    from tilewright.bench import run as running
+
+    resumed = or_exit(lambda: running.to_resume(out, gpu, settings)) if resume else None
+    path = resumed.path if resumed else running.new_path(out, gpu)
+    with progress_bar() as progress:
+        bar = progress.add_task("measuring roofs", total=len(jobs))
+        result = running.run(
+            jobs,
+            running.instruments(gpu, settings["warmup"], settings["iters"], settings["seed"]),
+            settings=settings,
+            path=path,
+            resumed=resumed,
+            max_seconds=max_seconds,
+            progress=lambda title, done: progress.update(bar, description=title, completed=done),
+        )
+        progress.update(bar, description="measured", completed=len(jobs) - len(result.left))
+    return result
+
+
+def _show(result: Any, pair: tuple[str, str] | None, json_to: Path | None) -> None:
+    from tilewright.bench import tables
+
+    shown = tables.head_to_head(result.rows, *pair) if pair else tables.case_tables(result.rows)
+    facts = {
+        **result.header,
+        "roofs": [asdict(roof) for roof in result.roofs],
+        "rows": [asdict(row) for row in result.rows],
+        "not_measured": result.left,
+        "record": str(result.path),
+    }
+    emit(shown, facts, json_to)
+    where = errors if str(json_to) == "-" else console
+    where.print(tables.summary(result.rows), highlight=False, soft_wrap=True)
+    if result.left:
+        why = {"time": "--max-seconds was reached", "interrupt": "interrupted"}[result.ended_by]
+        where.print(
+            f"{len(result.left)} cases were not measured: {why}. --resume goes on with them.",
+            style="yellow",
+        )
+    where.print(f"[dim]record: {escape(str(result.path))}[/]", soft_wrap=True)
+
+
+def _bench_code(result: Any, strict: bool) -> int:
+    from tilewright.bench import guard
+
+    if result.ended_by == "interrupt":
+        return INTERRUPTED
+    wrong = any(row.ours and row.state == "refused" for row in result.rows)
+    return int(wrong or (strict and any(guard.is_suspect(row) for row in result.rows)))
+
+
+def _write_files(found: Any, csv: Path | None, html: Path | None, png: Path | None) -> None:
+    """Said once more in other forms."""
+    from tilewright.bench import report as room
+
+    records = found if isinstance(found, list) else [found]
+    rows = [row for one in records for row in one.rows]
+    try:
+        if csv is not None and str(csv) == "-":
+            print(room.csv_text(rows), end="")
+        elif csv is not None:
+            _save(csv, room.csv_text(rows))
+        if html is not None:
+            _save(html, room.page(records))
+        if png is not None:
+            png.parent.mkdir(parents=True, exist_ok=True)
+            room.write_png(records, png)
+            console.print(f"[dim]written to {escape(str(png))}[/]")
+    except OSError as e:
+        fail(f"bench: {e.filename} cannot be written ({e.strerror}). Name another file.")
+
+
+def _save(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    console.print(f"[dim]written to {escape(str(path))}[/]", soft_wrap=True)
+
+
+def _need(packages: Sequence[str], *wanted: Path | None) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing and any(wanted):
+        fail(f'report: needs {" and ".join(missing)}: pip install "tilewright[bench]"')
+
+
+def _folder(path: Path) -> None:
+    there = path
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"bench: --out is {path}, which cannot be written. Name a folder of yours.")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _pair(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    words = _words(text)
+    if len(words) != 2 or not all(words) or words[0] == words[1]:
+        fail(f"bench: --head-to-head is {text!r}; it must be two backends: triton,cuda.")
+    return words[0], words[1]
+
+
+def _backends(
+    text: str | None, pair: tuple[str, str] | None, works: Sequence[Any]
+) -> tuple[str, ...] | None:
+    from tilewright.bench.suites import one_of
+
+    ours = {b.name for w in works for b in w.op.backends if b.technology != "torch"}
+    known = sorted(ours | {name.partition("_")[0] for name in ours})
+    for name in (*(_words(text) if text else ()), *(pair or ())):
+        one_of("--backends" if text else "--head-to-head", name, known)
+    if text is None:
+        return None
+    asked = _words(text)
+    return tuple(name for name in ours if name in asked or name.partition("_")[0] in asked)
+
+
+def _baselines(text: str | None) -> tuple[str, ...] | None:
+    from tilewright.bench import rivals
+    from tilewright.bench.suites import one_of
+
+    if text is None:
+        return None
+    if text == "none":
+        return ()
+    return tuple(one_of("--baselines", name, (*rivals.NAMES, "none")) for name in _words(text))
+
+
+def _without_gpu(works: Sequence[Any], gpu: Any, none_here: bool, json_to: Path | None) -> None:
+    """What can be done without one: compile, check in the interpreter, predict."""
+    from tilewright.bench import predict
+
+    predictions = [predict.predict(work, gpu) for work in works]
+    checked, compiled = _checked(works), _compiled(works, gpu)
+    record = {
+        "timed": False,
+        "gpu": gpu.name,
+        "predictions": predict.as_dicts(predictions),
+        "verified": checked,
+        "compiled": compiled,
+    }
+    emit(predict.table(predictions, gpu), record, json_to)
+    where = errors if str(json_to) == "-" else console
+    why = "there is no GPU here" if none_here else "a prediction was asked for"
+    where.print(
+        f"Nothing was timed: {why}. {compiled['words']}; {checked['words']}.", soft_wrap=True
+    )
+    raise typer.Exit(int(bool(checked["failures"] or compiled["violations"])))
+
+
+def _checked(works: Sequence[Any]) -> dict[str, Any]:
+    """A few random cases of each op in Triton's interpreter, in a process that starts that way."""
+    ops = list(dict.fromkeys(work.op.name for work in works))
+    words = ["verify", *ops, "--device", "cpu", "--only", "random", "--cases", "5", "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewright", *words], capture_output=True, text=True, check=False
+    )
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"failures": 1, "words": f"verify failed: {told}"}
+    count = sum(row["run"] for row in found["checks"])
+    failures = len(found["failures"])
+    words_ = f"{count} random checks in Triton's interpreter, {failures} failed"
+    return {"run": count, "failures": failures, "words": words_}
+
+
+def _compiled(works: Sequence[Any], gpu: Any) -> dict[str, Any]:
+    """The kernels of these cases, compiled for that SM."""
+    from tilewright import matrix
+
+    wanted = matrix.of_cases([(w.op, w.case, w.dtype) for w in works], gpu.sm)
+    built = list(matrix.run(wanted))
+    violations = [b.violation for b in built if b.violation]
+    words = f"{len(built)} kernels compiled for SM {gpu.sm}, {len(violations)} with a violation"
+    return {"kernels": len(built), "violations": violations, "words": words}
