@@ -19,6 +19,7 @@ bench: setup
 	$(BIN)/tilewright doctor
 	$(BIN)/tilewright verify --quick --json $(OUT)/verify.json
 	$(BIN)/tilewright compile --ledger results/compile --json $(OUT)/compile.json
+	$(BIN)/tilewright bench --out $(OUT)/bench --html $(OUT)/bench.html
 
 test: setup lint types tests examples matrix
 

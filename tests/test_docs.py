@@ -46,13 +46,19 @@ def run(*command: str, **variables: str) -> str:
 # --- generated tables ----------------------------------------------------------------------------
 
 
-def test_tables_are_what_the_records_say() -> None:
-    text = README.read_text("utf-8")
+@pytest.mark.parametrize("name", readme.DOCUMENTS)
+def test_tables_are_what_the_records_say(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
     assert readme.render(text, ROOT) == text, "run python -m tilewright.readme"
 
 
+def test_pictures_are_what_the_records_say() -> None:
+    assert readme.stale_pictures(ROOT) == [], "run python -m tilewright.readme"
+
+
 def test_every_table_is_used_once() -> None:
-    names = [match[1] for match in readme.REGION.findall(README.read_text("utf-8"))]
+    texts = [(ROOT / name).read_text("utf-8") for name in readme.DOCUMENTS]
+    names = [match[1] for text in texts for match in readme.REGION.findall(text)]
     assert sorted(names) == sorted(readme.REGIONS)
 
 
@@ -63,6 +69,18 @@ BUILT = {
     **{"op": "relu", "backend": "triton", "kernel": "_relu", "dtype": "float16"},
     **{"case": "", "choice": "", "compiler": "triton 3.6.0"},
 }
+RUN = {"kind": "run", "schema": 1, "environment": ENVIRONMENT, "settings": {}, "machine": {}}
+
+
+def bench_row(contender: str, us: float | None, *, ours: bool = False, **facts: Any) -> Any:
+    return {
+        **{"kind": "row", "op": "relu", "case": "c", "dims": {}, "dtype": "bfloat16"},
+        **{"phase": "forward", "contender": contender, "ours": ours, "state": "ok", "us": us},
+        **({"of_roof": 0.9} if us else {}),
+        **facts,
+    }
+
+
 RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
     "host-cost": (
         "results/h200/host.json",
@@ -107,7 +125,34 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
         ],
         ["| triton 3.6.0 | 75, 90 | 2 | 1 |"],
     ),
-}
+    "performance": (
+        "results/h200/bench-model.jsonl",
+        [
+            RUN,
+            bench_row("triton", 10.0, ours=True),
+            *(bench_row(n, us) for n, us in (("eager", 80.0), ("compile", 9.0), ("vendor", 15.0))),
+            bench_row("liger", None, state="unavailable", reason="not installed"),
+        ],
+        ["| `relu` forward | c | triton | 10.0 | 90% | 8.00 | 0.90 | 1.50 |", "bench-model.jsonl"],
+    ),
+    "yardsticks": (
+        "results/h200/yardsticks.jsonl",
+        [RUN, bench_row("vendor", 10.0, bound="compute", tflops=700.4)],
+        ["| relu c, bf16 | vendor | 10.0 | 700 TFLOP/s | 90% |"],
+    ),
+    "roofs": (
+        "results/h200/bench-quick.jsonl",
+        [RUN, {"kind": "roof", "name": "mma bf16", "unit": "TFLOP/s", "value": 890.7,
+               "datasheet": 989.0}],
+        ["| mma bf16 | 891 TFLOP/s | 989 |"],
+    ),
+    "agreement": (
+        "results/h200/agreement.json",
+        [{"environment": ENVIRONMENT, "rows": [
+            {"case": "copy", "ours_us": 127.0, "do_bench_us": 130.0, "ratio": 0.9769}]}],
+        ["| copy | 127.0 | 130.0 | 0.977 |"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -139,6 +184,36 @@ def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:
     assert [code("--check"), code(), code("--check")] == [1, 0, 0]
     for op in registry():
         assert f"`{op}`" in path.read_text("utf-8")
+
+
+def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "h200"
+    folder.mkdir(parents=True)
+    for name, times in (("bench-quick", (10.0, 100.0)), ("bench-quick-again", (10.5, 101.0))):
+        rows = [bench_row("a", times[0]), bench_row("b", times[1])]
+        lines = [RUN, *rows, {"kind": "end", "seconds": 61.2}]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    shown = readme.repeated(tmp_path)
+    assert "| all rows | 2 | 1 | 5.0% |" in shown
+    assert "| rows above 20 µs | 1 | 1 | 1.0% |" in shown
+    assert "61 s and 61 s" in shown
+
+
+def test_a_picture_of_other_data_is_stale(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "h200"
+    folder.mkdir(parents=True)
+    source = (ROOT / "results/h200/bench-model.jsonl").read_text("utf-8")
+    (folder / "bench-model.jsonl").write_text(source)
+    assert set(readme.stale_pictures(tmp_path)) == {"speedup.svg", "bandwidth.svg"}  # not there
+    pictures = tmp_path / "docs" / "pictures"
+    pictures.mkdir(parents=True)
+    for path in (ROOT / "docs" / "pictures").glob("*.svg"):
+        (pictures / path.name).write_text(path.read_text("utf-8"))
+    assert readme.stale_pictures(tmp_path) == []
+    run, *rest = source.splitlines()
+    fewer = [line for line in rest if '"softmax"' not in line]
+    (folder / "bench-model.jsonl").write_text("\n".join([run, *fewer]) + "\n")
+    assert set(readme.stale_pictures(tmp_path)) == {"speedup.svg", "bandwidth.svg"}
 
 
 # --- examples and transcripts --------------------------------------------------------------------

@@ -608,3 +608,17 @@ def test_the_document_has_a_place_for_the_example_and_names_every_threshold() ->
         assert f"`{reason}`" in text
     for number in (advice.ROOF, advice.LATENCY, advice.MORE_BYTES, advice.SECOND_PASS):
         assert f"{number:g}" in text
+
+
+# --- a page from a real H200 ---------------------------------------------------------------------
+
+
+def test_a_real_page_of_an_h200() -> None:
+    """softmax 16384 x 4096 in bfloat16, Nsight Compute 2025.3, mode full."""
+    (kernel,) = ncu.parse((DATA / "ncu-h200-full.csv").read_text("utf-8"))
+    assert (kernel.name, kernel.launches, kernel.registers) == ("_softmax_rows", 3, 48)
+    assert 60 < kernel.duration_us < 70
+    assert kernel.dram_read == pytest.approx(2**27, rel=0.01)
+    assert 0 < kernel.dram_written < 2**27  # the rest was still in L2
+    assert (kernel.memory_pct, kernel.tensor_pct) == (77.68, 0.19)
+    assert list(kernel.stalls)[0] == "long_scoreboard"

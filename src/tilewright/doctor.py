@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -243,11 +244,22 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def commit() -> str | None:
+    """The commit that is checked out, "-dirty" with changes in it; None outside of a checkout."""
+    root, git = Path(__file__).parents[2], shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    command = [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
 def environment() -> dict[str, Any]:
     """The block that every record carries."""
     gpu = gpus.detect()
     return {
         "tilewright": __version__,
+        "commit": commit(),
         "source": source_digest(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,8 +1,9 @@
-"""python -m tilewright.readme: the tables of README.md, made from declarations and records.
+"""python -m tilewright.readme: tables and pictures of the documents, from declarations and records.
 
 A table stands between `<!-- generated: NAME -->` and `<!-- end -->`. What it says comes from the
 registry or from a file under results/, never from a hand; a record that is missing makes a table
-that says so. `--check` changes nothing and exits 1 if the file and the tables differ.
+that says so. A picture carries a digest of the data that it draws. `--check` changes nothing and
+exits 1 if a document or a picture differs from what the records say.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilewright.bench import record as bench_record
+from tilewright.bench.contest import NO_NUMBER, SHORT, Contest, contests, has_number, micros
+from tilewright.bench.rivals import NAMES
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
+from tilewright.profiling.example import worked_example
 from tilewright.spec import Backend
 
 NOT_MEASURED = "not measured yet"
@@ -106,12 +111,118 @@ def compiled(root: Path) -> str:
     return _table(("compiler", "SMs", "binaries", "violations"), rows)
 
 
+def performance(root: Path) -> str:
+    """Our fastest kernel beside every rival, from results/h200/bench-model.jsonl."""
+    found = _bench(root, "bench-model")
+    if found is None:
+        return NOT_MEASURED
+    judged = _distinct([c for c in contests(found.rows) if c.entered])
+    rivals = [n for n in NAMES if any(has_number(c.rows[n]) for c in judged if n in c.rows)]
+    rows = []
+    for contest in judged:
+        best = contest.best
+        cells = [f"`{contest.first.op}` {contest.first.phase}", contest.first.case]
+        if best is None:
+            rows.append([*cells, *[NO_NUMBER] * (3 + len(rivals))])
+            continue
+        cells += [best.contender, micros(best.us or 0), f"{best.of_roof or 0:.0%}"]
+        for name in rivals:
+            ratio = contest.speedup(name)
+            cells.append(NO_NUMBER if ratio is None else f"{ratio:.2f}")
+        rows.append(cells)
+    heads = ("op", "case", "our fastest", "µs", "of roof", *(f"{n} / ours" for n in rivals))
+    return f"{_table(heads, rows)}\n\n{_bench_words(found)}"
+
+
+def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
+    """Cases of one shape once: models share layers."""
+    seen: dict[tuple[str, ...], Contest] = {}
+    for contest in contests_:
+        row = contest.first
+        dims = json.dumps(row.dims, sort_keys=True)
+        seen.setdefault((row.op, dims, row.dtype, row.phase), contest)
+    return list(seen.values())
+
+
+def yardsticks(root: Path) -> str:
+    """What the vendor's libraries and the peers reach, from results/h200/yardsticks.jsonl."""
+    found = _bench(root, "yardsticks")
+    if found is None:
+        return NOT_MEASURED
+    rows = []
+    for row in found.rows:
+        rate = f"{row.gbps:,.0f} GB/s" if row.bound == "bandwidth" else f"{row.tflops:,.0f} TFLOP/s"
+        where = f"{row.op} {row.case}, {SHORT.get(row.dtype, row.dtype)}"
+        rows.append((where, row.contender, micros(row.us or 0), rate, f"{row.of_roof or 0:.0%}"))
+    heads = ("work", "by", "µs", "rate", "of roof")
+    return f"{_table(heads, rows)}\n\n{_bench_words(found)}"
+
+
+def roofs(root: Path) -> str:
+    """The roofs of results/h200/bench-quick.jsonl."""
+    found = _bench(root, "bench-quick")
+    if found is None:
+        return NOT_MEASURED
+    rows = []
+    for roof in found.roofs:
+        datasheet = f"{roof.datasheet:,.0f}" if roof.datasheet else ""
+        digits = 2 if roof.unit == "us" else 0
+        unit = "µs" if roof.unit == "us" else roof.unit
+        rows.append((roof.name, f"{roof.value:,.{digits}f} {unit}", datasheet))
+    return f"{_table(('roof', 'measured', 'datasheet'), rows)}\n\n{_bench_words(found)}"
+
+
+def repeated(root: Path) -> str:
+    """How far two runs of the quick suite agree."""
+    first, second = _bench(root, "bench-quick"), _bench(root, "bench-quick-again")
+    if first is None or second is None:
+        return NOT_MEASURED
+    again = {row.key: row.us for row in second.rows if row.us}
+    pairs = [(r.us, again[r.key]) for r in first.rows if r.us and r.key in again]
+    rows = []
+    for words, least in (("all rows", 0.0), ("rows above 20 µs", 20.0)):
+        changes = sorted(abs(b / a - 1) for a, b in pairs if a > least)
+        within = sum(change <= 0.03 for change in changes)
+        rows.append((words, f"{len(changes)}", f"{within}", f"{changes[-1]:.1%}"))
+    seconds = [f"{record.end['seconds']:.0f} s" for record in (first, second) if record.end]
+    heads = ("", "rows in both", "medians within 3 %", "largest change")
+    words = f"The runs took {' and '.join(seconds)}; {_bench_words(first)}"
+    return f"{_table(heads, rows)}\n\n{words}"
+
+
+def agreement(root: Path) -> str:
+    """Our clock beside Triton's, from results/h200/agreement.json."""
+    record = _record(root, "h200/agreement.json")
+    if record is None:
+        return NOT_MEASURED
+    rows = [
+        (r["case"], f"{r['ours_us']:,.1f}", f"{r['do_bench_us']:,.1f}", f"{r['ratio']:.3f}")
+        for r in record["rows"]
+    ]
+    heads = ("call", "ours, µs", "do_bench, µs", "ratio")
+    return f"{_table(heads, rows)}\n\nMedians; {_environment(record)}."
+
+
+def profile(root: Path) -> str:
+    """A worked example of profiling, from results/h200/profile-softmax.json."""
+    record = _record(root, "h200/profile-softmax.json")
+    return NOT_MEASURED if record is None else worked_example(record)
+
+
 REGIONS: dict[str, Callable[[Path], str]] = {
     "ops": ops,
+    "performance": performance,
     "host-cost": host_cost,
     "verified": verified,
     "compiled": compiled,
+    "roofs": roofs,
+    "yardsticks": yardsticks,
+    "repeated": repeated,
+    "agreement": agreement,
+    "profile": profile,
 }
+DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/profiling.md")
+PICTURES = Path("docs", "pictures")
 
 
 def render(text: str, root: Path) -> str:
@@ -122,6 +233,41 @@ def render(text: str, root: Path) -> str:
         return f"{start}{REGIONS[name](root)}\n{end}"
 
     return REGION.sub(region, text)
+
+
+def stale_pictures(root: Path) -> list[str]:
+    """Pictures whose data are not those of the record any more, or that are not there."""
+    from tilewright.bench.svg import embedded_digest
+
+    stale = []
+    for name, wanted in _pictures(root).items():
+        path = root / PICTURES / name
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if embedded_digest(text) != embedded_digest(wanted):
+            stale.append(name)
+    return stale
+
+
+def _pictures(root: Path) -> dict[str, str]:
+    from tilewright.bench.report import readme_pictures
+
+    found = _bench(root, "bench-model")
+    return readme_pictures(found) if found else {}
+
+
+def _bench(root: Path, name: str) -> bench_record.Record | None:
+    path = root / "results" / "h200" / f"{name}.jsonl"
+    return bench_record.read(path) if path.exists() else None
+
+
+def _bench_words(found: bench_record.Record) -> str:
+    parts = [_environment(found.run)]
+    parts += [f"{name} {version}" for name, version in found.run.get("rivals", {}).items()]
+    state = found.run.get("machine") or {}
+    if state.get("sm_mhz"):
+        locked = "locked" if state.get("locked") else "not locked"
+        parts.append(f"driver {state['driver']}, clocks {locked}")
+    return f"{', '.join(parts)}; record `{found.path.name}`."
 
 
 def _names(backends: Sequence[Backend]) -> str:
@@ -146,20 +292,30 @@ def _environment(record: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the tables of README.md anew.")
+    parser = argparse.ArgumentParser(description="Make the tables and pictures of the docs anew.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 on drift")
     parser.add_argument("root", nargs="?", type=Path, default=Path(), help="the repository")
     options = parser.parse_args()
-    path = options.root / "README.md"
-    if not path.exists():
-        sys.exit(f"readme: no {path}; run it in the root of the repository")
-    before = path.read_text(encoding="utf-8")
-    after = render(before, options.root)
+    root = options.root
+    if not (root / "README.md").exists():
+        sys.exit(f"readme: no {root / 'README.md'}; run it in the root of the repository")
+    paths = [root / name for name in DOCUMENTS if (root / name).exists()]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    made = {path: render(text, root) for path, text in texts.items()}
     if options.check:
-        if before != after:
-            sys.exit(f"{path} differs from its records; run python -m tilewright.readme")
+        stale = [str(path) for path in texts if texts[path] != made[path]]
+        stale += stale_pictures(root)
+        if stale:
+            sys.exit(
+                f"{', '.join(stale)}: not what the records say; run python -m tilewright.readme"
+            )
         return
-    path.write_text(after, encoding="utf-8")
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+    if stale_pictures(root):
+        (root / PICTURES).mkdir(parents=True, exist_ok=True)
+        for name, text in _pictures(root).items():
+            (root / PICTURES / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

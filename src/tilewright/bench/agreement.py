@@ -22,8 +22,9 @@ from tilewright.bench.timing import stats
 
 COPIES = (256, 1024)  # MiB
 SQUARES = (4096, 8192)
-TURNS = 5  # of each clock, one after the other
-ROUNDS = 60
+TURNS = 3  # of each clock, one after the other
+HEAT_MS = 300  # of calls before each turn: a GPU at its power limit slows down within that time
+TURN_MS = 300
 
 
 def compare(subject: Subject, clock: CudaClock) -> dict[str, Any]:
@@ -31,12 +32,12 @@ def compare(subject: Subject, clock: CudaClock) -> dict[str, Any]:
     from triton.testing import do_bench
 
     call = next(c for c in subject.contenders if c.name == "vendor").bind(subject.make(0))
-    for _ in range(10):
-        call()
     ours, theirs = [], []
     for _ in range(TURNS):
-        ours.append(stats(clock.cold({"call": call}, ROUNDS)["call"]).median)
-        theirs.append(do_bench(call, warmup=25, rep=100, return_mode="median") * 1e3)
+        theirs.append(do_bench(call, warmup=HEAT_MS, rep=TURN_MS, return_mode="median") * 1e3)
+        once = theirs[-1] / 1e3
+        clock.cold({"call": call}, round(HEAT_MS / once))
+        ours.append(stats(clock.cold({"call": call}, round(TURN_MS / once))["call"]).median)
     mine, other = statistics.median(ours), statistics.median(theirs)
     return {"case": subject.title, "ours_us": mine, "do_bench_us": other, "ratio": mine / other}
 

@@ -2,7 +2,7 @@
 
 Cold: before each call a buffer of twice the L2 is *read*. Writing it, as is common, would leave
 dirty lines that the timed call has to write back. The GPU is kept busy while the host prepares the
-call, or the events would time the host: the reading is long enough for that, or else a spin.
+call, or the events would time the host; whether it was is seen, and a late sample is taken again.
 
 Graph: small calls take less time than it takes to launch them, so many are captured into one CUDA
 graph, each on its own tensors. L2 is flushed before a replay too: no call finds its inputs there.
@@ -10,6 +10,7 @@ graph, each on its own tensors. L2 is flushed before a replay too: no call finds
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from tilewright.gpu import Gpu
 
 BURST = 20  # calls between two synchronisations when the host is timed
 LEAD = 1.5  # how much longer than the host's part the GPU is kept busy before a timed call
-LONGEST_LEAD = 2e3  # microseconds
+LONGEST_SPIN = 2e3  # microseconds
+PATIENCE = 8  # tries to get a sample for which the host was in time
 
 
 class CudaClock:
@@ -32,15 +34,7 @@ class CudaClock:
         self._cycles = 1e6 / self._device_us(lambda: torch.cuda._sleep(1_000_000))  # per us
 
     def cold(self, calls: Mapping[str, Call], rounds: int) -> Samples:
-        spins = {name: self._spin_cycles(call) for name, call in calls.items()}
-
-        def take(name: str) -> Callable[[], float]:
-            if spins[name]:
-                torch.cuda._sleep(spins[name])
-            self._flush()
-            return _between_events(calls[name])
-
-        return _read(calls, rounds, take)
+        return self._flushed(calls, rounds, dict.fromkeys(calls, 1))
 
     def graph(self, calls: Mapping[str, Bind], rounds: int) -> Samples:
         """Contenders that cannot be captured are left out."""
@@ -49,15 +43,31 @@ class CudaClock:
             captured = capture(bind)
             if captured is not None:
                 graphs[name] = captured
-        spin = int(self._cycles * 150)  # launching a graph of some hundred nodes takes the host so
+        replays = {name: found.graph.replay for name, found in graphs.items()}
+        counts = {name: len(found.calls) for name, found in graphs.items()}
+        return self._flushed(replays, rounds, counts)
+
+    def _flushed(
+        self, calls: Mapping[str, Call], rounds: int, counts: Mapping[str, int]
+    ) -> Samples:
+        needed = {name: self._spin_us(call) for name, call in calls.items()}
+        # none at first: behind a long call the host is ahead anyway, and a pause would cool the GPU
+        spins = dict.fromkeys(calls, 0.0)
 
         def take(name: str) -> Callable[[], float]:
-            torch.cuda._sleep(spin)
-            self._flush()
-            reading = _between_events(graphs[name].graph.replay)
-            return lambda: reading() / len(graphs[name].calls)
+            for _ in range(PATIENCE):
+                if spins[name]:
+                    torch.cuda._sleep(int(spins[name] * self._cycles))
+                self._flush()
+                reading, late = _between_events(calls[name])
+                if not late:
+                    return lambda: reading() / counts[name]
+                # the GPU had reached the start before the call was there: that timed the host
+                spins[name] = min(max(1.5 * spins[name], needed[name]), LONGEST_SPIN)
+            return lambda: math.nan  # it waits for the GPU inside
 
-        return _read(graphs, rounds, take)
+        found = _read(calls, rounds, take)
+        return {name: [t for t in times if not math.isnan(t)] for name, times in found.items()}
 
     def host(self, calls: Mapping[str, Call], rounds: int) -> Samples:
         def take(name: str) -> Callable[[], float]:
@@ -92,21 +102,21 @@ class CudaClock:
     def _flush(self) -> None:
         torch.sum(self._flusher, dim=0, out=self._sink)
 
-    def _spin_cycles(self, call: Call) -> int:
-        """How long to spin before the flush so that the host is ahead of the GPU."""
+    def _spin_us(self, call: Call) -> float:
+        """Microseconds of spinning that let the host get ahead: as long as it takes to launch."""
         taken = []
         for _ in range(4):  # the first may compile
             torch.cuda.synchronize()
             start = time.perf_counter_ns()
-            call()
+            self._flush()
+            _between_events(call)
             taken.append((time.perf_counter_ns() - start) / 1e3)
-        lead = min(LEAD * sorted(taken)[1] + 20, LONGEST_LEAD)
-        return int(max(lead - self._flush_us, 0) * self._cycles)
+        return min(max(LEAD * sorted(taken)[1] - self._flush_us, 0.0) + 20, LONGEST_SPIN)
 
     def _device_us(self, call: Call) -> float:
         for _ in range(3):
             call()
-        readings = [_between_events(call) for _ in range(10)]
+        readings = [_between_events(call)[0] for _ in range(10)]
         torch.cuda.synchronize()
         return sorted(reading() for reading in readings)[5]
 
@@ -130,12 +140,14 @@ def _read(
     return interleaved(list(calls), rounds, lambda name: once(take(name)))
 
 
-def _between_events(call: Call) -> Callable[[], float]:
+def _between_events(call: Call) -> tuple[Callable[[], float], bool]:
+    """How to read the time of one call, and whether the GPU was waiting for it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()
+    late = start.query()
     end.record()
-    return lambda: start.elapsed_time(end) * 1e3
+    return lambda: start.elapsed_time(end) * 1e3, late
 
 
 class Captured(NamedTuple):

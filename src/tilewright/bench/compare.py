@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilewright.bench.contest import where
 from tilewright.bench.record import Record, Row, Stats
 from tilewright.errors import InputError
 
@@ -316,7 +317,8 @@ def table(comparison: Comparison) -> Table:
     title = (
         f"{comparison.a.path} (A) and {comparison.b.path} (B) on {comparison.a.gpu}\n"
         f"{told}\n"
-        f"slower, faster: by more than {comparison.fail_over:.1%}; 95 %: where B/A lies"
+        f"slower, faster: by more than {comparison.fail_over:.1%}; 95 %: where B/A lies; "
+        "rivals in parentheses"
     )
     shown = Table(
         title=escape(title),
@@ -325,8 +327,8 @@ def table(comparison: Comparison) -> Table:
         caption_justify="left",
         box=None,
         pad_edge=False,
+        collapse_padding=True,
     )
-    shown.add_column("op", overflow="fold")
     shown.add_column("case", overflow="fold")
     shown.add_column("contender", no_wrap=True)
     for head in ("A us", "B us", "B/A", "95 %"):
@@ -339,9 +341,8 @@ def table(comparison: Comparison) -> Table:
             interval = f"{p.low:.3f}-{p.high:.3f}" if math.isfinite(p.high) else "not known"
             numbers = [f"{p.a_us:.4g}", f"{p.b_us:.4g}", f"{p.ratio:.3f}", interval]
         shown.add_row(
-            escape(f"{row.op} {row.phase}"),
-            escape(f"{row.case} {row.dtype}"),
-            escape(row.contender if p.ours else f"{row.contender} (baseline)"),
+            escape(where(row)),
+            escape(row.contender if p.ours else f"({row.contender})"),
             *numbers,
             f"[{look}]{p.verdict}[/]",
         )

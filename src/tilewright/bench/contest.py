@@ -7,11 +7,14 @@ compile and vendor present with a number, or unavailable with a reason.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tilewright.bench.record import Row, Stats
 from tilewright.bench.rivals import ALWAYS
+
+T = TypeVar("T")
 
 LEVEL = 0.02  # two times closer than this are the same
 NO_NUMBER = "\N{EN DASH}"
@@ -81,6 +84,16 @@ def contests(rows: Iterable[Row]) -> list[Contest]:
     for row in rows:
         found[row.case_key][row.contender] = row
     return [Contest(by_name) for by_name in found.values()]
+
+
+def grouped(
+    items: Iterable[T], key: Callable[[T], tuple[str, ...]]
+) -> dict[tuple[str, ...], list[T]]:
+    """Items by key, in the order in which keys appear."""
+    found: dict[tuple[str, ...], list[T]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
 
 
 def verdict(speedup: float) -> str:

@@ -102,7 +102,8 @@ def _check(subject: Subject, args: Args, found: Mapping[str, _Candidate], when: 
             one.drop("unavailable", str(e))
             continue
         except Exception as e:
-            one.drop("refused", f"{when} timing it raised {type(e).__name__}: {str(e)[:300]}")
+            state = "refused" if one.contender.ours else "unavailable"
+            one.drop(state, f"{when} timing it raised {type(e).__name__}: {str(e)[:300]}")
             continue
         _take_verdict(one, verdict, when)
 
@@ -149,7 +150,7 @@ class _Times:
         return tuple(self.passes[0]) if self.passes else ()
 
     def of(self, way: str, name: str) -> list[list[float]]:
-        return [one[way][name] for one in self.passes if name in one.get(way, {})]
+        return [one[way][name] for one in self.passes if one.get(way, {}).get(name)]
 
     def stats(self, way: str, name: str) -> Stats | None:
         both = self.of(way, name)
@@ -293,7 +294,7 @@ def _with_times(
     )
     found, floor = by_way[method], floors[method]
     if found is None or floor is None:
-        flags.append("cannot be captured in a CUDA graph: no device time at this size")
+        flags.append("no device time: it waits for the GPU inside, or cannot be captured")
         return replace(row, flags=tuple(flags))
     if timing.is_noisy(found):
         flags.append(f"noisy: two passes differ by {found.spread:.1%}")

@@ -1,7 +1,7 @@
 """What a run leaves behind: a file of JSON lines, one object a line, told apart by `kind`.
 
     {"kind": "run", "schema": 1, "environment": {...}, "settings": {...}, "machine": {...}}
-    {"kind": "roof", "name": "copy 1:1", ...}        what this GPU reached in this run
+    {"kind": "roof", "name": "bandwidth 1:1", ...}   what this GPU reached in this run
     {"kind": "row", "op": "softmax", ...}            one contender of one case
     {"kind": "end", "seconds": 71.3, "complete": true, "machine": {...}}
 
@@ -45,7 +45,7 @@ class Stats:
 class Roof:
     """What this GPU reached in this run, whatever the op."""
 
-    name: str  # "read", "copy 2:1", "copy 1:1", "write 1:2"; "mma bf16", ...; "empty launch"
+    name: str  # "bandwidth read", "bandwidth 1:1", ...; "mma bf16", ...; "empty launch, graph"
     unit: str  # "GB/s", "TFLOP/s" or "us"
     value: float
     datasheet: float | None = None  # the same by the datasheet, where it has one
@@ -158,7 +158,8 @@ def read(path: Path | str) -> Record:
                         f"{SCHEMA}. Use the tilewright that wrote it."
                     )
                 facts["environment"]["gpu"]  # every reader needs it: a KeyError here is damage
-                record = record or Record(path, facts)  # a resumed run has several
+                record = record or Record(path, facts)
+                record.roofs = []  # a run that was resumed measured them again
             elif record is None:
                 raise _damaged(path, number, "comes before the line of the run")
             elif kind == "roof":

@@ -17,8 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.bench import plots
-from tilewright.bench.plots import LEVEL, NO_NUMBER, Contest, Picture, figure_digest
+from tilewright.bench.canvas import THEME, Picture, css, figure_digest
+from tilewright.bench.contest import (
+    LEVEL,
+    NO_NUMBER,
+    Contest,
+    contests,
+    device_stats,
+    grouped,
+    micros,
+    percent,
+    size,
+    time_of,
+    verdict,
+    where,
+)
 from tilewright.bench.record import Record, Roof, Row, Stats
+from tilewright.bench.svg import pixels, svg
 
 __all__ = ["csv_text", "figure_digest", "page", "readme_pictures", "write_png"]
 
@@ -83,15 +98,15 @@ def page(records: Sequence[Record]) -> str:
         runs=runs,
         heads=([("run", False, "the record's file")] if several else []) + HEADS,
         rows=rows,
-        light=plots.css(plots.THEME, dark=False),
-        dark=plots.css(plots.THEME, dark=True),
-        level=plots.percent(LEVEL),
+        light=css(THEME, dark=False),
+        dark=css(THEME, dark=True),
+        level=percent(LEVEL),
         dash=NO_NUMBER,
     )
 
 
 def _run(number: int, record: Record) -> Run:
-    contests = [contest for contest in plots.contests(record.rows) if contest.entered]
+    entered = [contest for contest in contests(record.rows) if contest.entered]
     main, more = _facts(record)
     return Run(
         name=record.path.name,
@@ -100,11 +115,11 @@ def _run(number: int, record: Record) -> Run:
         more_facts=more,
         cut_short=record.end is None or not record.end.get("complete", True),
         roofs=record.roofs,
-        counts=_counts(record.rows, contests),
-        losses=[_loss(contest) for contest in contests if contest.outcome == "slower"],
-        unjudged=[(plots.where(c.first), c.barred) for c in contests if c.barred],
+        counts=_counts(record.rows, entered),
+        losses=[_loss(contest) for contest in entered if contest.outcome == "slower"],
+        unjudged=[(where(c.first), c.barred) for c in entered if c.barred],
         refused=[
-            (f"{plots.where(row)}, {row.contender}", _remarks(row))
+            (f"{where(row)}, {row.contender}", _remarks(row))
             for row in record.rows
             if row.state == "refused"
         ],
@@ -119,8 +134,8 @@ def _drawn(number: int, record: Record) -> dict[str, list[Drawn]]:
     serial = 0
     for kind, pictures in plots.pictures(record.rows, record.roofs).items():
         for picture in pictures:
-            svg = Markup(plots.svg(picture, f"r{number}p{serial}"))  # noqa: S704  escaped there
-            found.setdefault(kind, []).append(Drawn(svg, picture.alt))
+            text = Markup(svg(picture, f"r{number}p{serial}"))  # noqa: S704  escaped there
+            found.setdefault(kind, []).append(Drawn(text, picture.alt))
             serial += 1
     return found
 
@@ -132,7 +147,7 @@ def _counts(rows: Sequence[Row], contests: Sequence[Contest]) -> list[tuple[int,
     noisy = sum(any(flag.startswith("noisy") for flag in row.flags) for row in rows)
     return [
         (outcomes["faster"], "cases where ours is fastest", "win"),
-        (outcomes["level"], f"within {plots.percent(LEVEL)} of the fastest rival", ""),
+        (outcomes["level"], f"within {percent(LEVEL)} of the fastest rival", ""),
         (outcomes["slower"], "slower than a rival", "loss" if outcomes["slower"] else ""),
         (outcomes[""], "cases not judged", ""),
         (len(rows), "rows measured or tried", ""),
@@ -147,11 +162,11 @@ def _loss(contest: Contest) -> list[Cell]:
     best, rival = contest.best, contest.best_rival
     assert best is not None
     assert rival is not None
-    slower = plots.time_of(best) / plots.time_of(rival)
+    slower = time_of(best) / time_of(rival)
     return [
-        Cell(plots.where(best)),
-        Cell(f"{best.contender} {plots.micros(plots.time_of(best))} µs"),
-        Cell(f"{rival.contender} {plots.micros(plots.time_of(rival))} µs"),
+        Cell(where(best)),
+        Cell(f"{best.contender} {micros(time_of(best))} µs"),
+        Cell(f"{rival.contender} {micros(time_of(rival))} µs"),
         Cell(f"{slower:.2f} times as long", look="loss"),
         Cell("; ".join((*best.flags, *rival.flags))),
     ]
@@ -242,7 +257,7 @@ HEADS: list[tuple[str, bool, str]] = [
 
 
 def _table(rows: Sequence[Row]) -> Iterator[list[Cell]]:
-    by_case = {contest.first.case_key: contest for contest in plots.contests(rows)}
+    by_case = {contest.first.case_key: contest for contest in contests(rows)}
     for row in rows:
         names = _names(row)
         if row.state == "ok":
@@ -267,17 +282,17 @@ def _names(row: Row) -> list[Cell]:
 
 
 def _numbers(row: Row, contest: Contest) -> list[Cell]:
-    stats = plots.device_stats(row)
-    band = f"{plots.micros(stats.p20)} to {plots.micros(stats.p80)}" if stats else ""
+    stats = device_stats(row)
+    band = f"{micros(stats.p20)} to {micros(stats.p80)}" if stats else ""
     return [
-        Cell(plots.micros(row.us), row.us, tip=row.method) if row.us else Cell(""),
+        Cell(micros(row.us), row.us, tip=row.method) if row.us else Cell(""),
         Cell(band, stats.p20 if stats else None),
         _speedup(row, contest),
         Cell(f"{100 * row.of_roof:.1f}" if row.of_roof else "", tip=row.roof),
         Cell(row.bound),
         Cell(f"{row.gbps:,.0f}" if row.gbps else ""),
         Cell(f"{row.tflops:,.3g}" if row.tflops else ""),
-        Cell(plots.size(row.bytes) if row.bytes else "", row.bytes or None),
+        Cell(size(row.bytes) if row.bytes else "", row.bytes or None),
         *(_median(each) for each in (row.cold, row.graph, row.host, row.cpu)),
         Cell("" if row.error is None else f"{row.error:.2f}"),
         Cell(str(len(row.kernels) or ""), tip="; ".join(row.kernels)[:120]),
@@ -285,7 +300,7 @@ def _numbers(row: Row, contest: Contest) -> list[Cell]:
 
 
 def _median(stats: Stats | None) -> Cell:
-    return Cell(plots.micros(stats.median), stats.median) if stats else Cell("")
+    return Cell(micros(stats.median), stats.median) if stats else Cell("")
 
 
 def _speedup(row: Row, contest: Contest) -> Cell:
@@ -294,10 +309,10 @@ def _speedup(row: Row, contest: Contest) -> Cell:
     rival = contest.best_rival
     if contest.barred or rival is None:
         return Cell(NO_NUMBER, tip=f"no speed-up: {contest.barred}", look="muted")
-    ratio = plots.time_of(rival) / row.us
-    verdict = plots.verdict(ratio)
-    look = {"slower": "loss", "faster": "win"}.get(verdict, "")
-    return Cell(f"{ratio:.2f} {verdict}", ratio, tip=f"against {rival.contender}", look=look)
+    ratio = time_of(rival) / row.us
+    outcome = verdict(ratio)
+    look = {"slower": "loss", "faster": "win"}.get(outcome, "")
+    return Cell(f"{ratio:.2f} {outcome}", ratio, tip=f"against {rival.contender}", look=look)
 
 
 def _remarks(row: Row) -> str:
@@ -348,7 +363,7 @@ def write_png(records: Sequence[Record], path: Path | str) -> None:
     from matplotlib.image import imsave
 
     images = [
-        plots.pixels(picture)
+        pixels(picture)
         for record in records
         for pictures in plots.pictures(record.rows, record.roofs).values()
         for picture in pictures
@@ -377,7 +392,7 @@ def readme_pictures(record: Record) -> dict[str, str]:
     """
     found: list[Picture] = []
     gpu = record.gpu.removeprefix("NVIDIA ")
-    chosen, of = _representative(plots.contests(record.rows))
+    chosen, of = _representative(contests(record.rows))
     if chosen:
         first = chosen[0].first
         part = "" if len(chosen) == of else f"; {len(chosen)} of {of} cases, spaced by size"
@@ -385,7 +400,7 @@ def readme_pictures(record: Record) -> dict[str, str]:
         found.append(plots.heatmap(chosen, title, "speedup", lambda row: f"{row.op}  {row.case}"))
     found += plots.bandwidth(record.rows, record.roofs, f" on {gpu}")
     return {
-        f"{picture.name}.svg": plots.svg(picture, f"tw-{picture.name}", standalone=True)
+        f"{picture.name}.svg": svg(picture, f"tw-{picture.name}", standalone=True)
         for picture in found
     }
 
@@ -398,9 +413,7 @@ def _representative(contests: Iterable[Contest]) -> tuple[list[Contest], int]:
         return [], 0
     usual = max(dtypes, key=lambda name: (dtypes[name], name == "bfloat16"))
     there = [contest for contest in ready if contest.first.dtype == usual]
-    by_op: dict[str, list[Contest]] = {}
-    for contest in there:
-        by_op.setdefault(contest.first.op, []).append(contest)
+    by_op = grouped(there, lambda contest: (contest.first.op,))
     each = max(2, README_CASES // len(by_op)) if len(there) > README_CASES else len(there)
     return [c for its in by_op.values() for c in _spread(its, each)], len(there)
 

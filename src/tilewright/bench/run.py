@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewright import doctor
-from tilewright.bench import machine, record
+from tilewright.bench import machine, record, rivals
 from tilewright.bench.clock import CudaClock
 from tilewright.bench.measure import Bench, measure
 from tilewright.bench.record import Record, Row, Writer
@@ -29,6 +29,7 @@ class Job:
     """A case to come: what it is called, and how to make it."""
 
     key: Key  # op, case, dtype, phase
+    dims: Mapping[str, Any]
     make: Callable[[], Subject]
 
     @property
@@ -39,7 +40,8 @@ class Job:
     @staticmethod
     def of(subject: Subject) -> Job:
         dtype = str(subject.dtype).removeprefix("torch.")
-        return Job((subject.op, subject.case, dtype, subject.phase), lambda: subject)
+        key = (subject.op, subject.case, dtype, subject.phase)
+        return Job(key, subject.dims, lambda: subject)
 
 
 @dataclass
@@ -82,13 +84,17 @@ def to_resume(folder: Path, gpu: Gpu, settings: dict[str, Any]) -> Record:
             f"bench: --resume: {found.path} was measured on {found.gpu}, and this is {gpu.name}. "
             "Name another --out."
         )
+    same = ("tilewright", "source", "torch", "triton")
+    here = doctor.environment()
     before = {k: found.run["settings"].get(k) for k in ("warmup", "iters", "seed")}
-    now = {k: settings[k] for k in before}
-    if before != now:
-        raise InputError(
-            f"bench: --resume: {found.path} was measured with {before}, and this is {now}. "
-            "Give the same options, or another --out."
-        )
+    before |= {k: found.run["environment"].get(k) for k in same}
+    now = {k: here[k] if k in same else settings[k] for k in before}
+    for name, value in before.items():
+        if value != now[name]:
+            raise InputError(
+                f"bench: --resume: {found.path} was measured with {name} {value}, and this is "
+                f"{now[name]}. Give the same options and code, or another --out."
+            )
     return found
 
 
@@ -140,6 +146,7 @@ def header(settings: dict[str, Any]) -> dict[str, Any]:
         "schema": record.SCHEMA,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "environment": doctor.environment(),
+        "rivals": rivals.versions(),
         "settings": settings,
         "machine": machine.state(),
     }
@@ -168,7 +175,7 @@ def _measured(job: Job, bench: Bench) -> list[Row]:
     except torch.OutOfMemoryError as e:
         op, case, dtype, phase = job.key
         reason = f"not enough memory on this GPU: {str(e).splitlines()[0][:200]}"
-        return [Row(op, case, {}, dtype, phase, "all", False, "refused", reason)]
+        return [Row(op, case, job.dims, dtype, phase, "all", False, "refused", reason)]
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ def _title(contest: Contest) -> Text:
 
 
 def _table(contest: Contest) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     flops = any(row.tflops and row.tflops > 10 for row in contest.rows.values())
     for head in HEADS:
         head = "TFLOP/s" if flops and head == "GB/s" else head

@@ -145,9 +145,9 @@ def attention(
 
     cudnn, flash = sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION)
     calls = {"vendor": cudnn, "sdpa_flash": flash}
-    peer = rivals.peer("flash_attention_4", "attention yardstick")
+    peer = rivals.peer("fa4", "attention yardstick")
     assert peer is not None
-    fourth = _contender("flash_attention_4", lambda q, k, v: peer.call(q, k, v, causal), peer)
+    fourth = _contender("fa4", lambda q, k, v: peer.call(q, k, v, causal), peer)
     elements = batch * heads * tokens * width
     flops = 4.0 * elements * tokens / (2 if causal else 1)
     return _subject("attention", f"{batch}x{heads}x{tokens}x{width}{', causal' * causal}",

@@ -99,9 +99,7 @@ def bench(
         _without_gpu(works, or_exit(lambda: gpus.pretend(gpu or "h200")), here is None, json_to)
         return
     _folder(out)
-    settings = {
-        "command": sys.argv[1:], "suite": suite, "warmup": warmup, "iters": iters, "seed": seed,
-    }  # fmt: skip
+    settings = {"suite": suite, "warmup": warmup, "iters": iters, "seed": seed}
     jobs = _yardsticks() if yardsticks else _jobs(works, wish, here)
     result = _measure(jobs, here, settings, out, resume, max_seconds)
     _show(result, pair, json_to)
@@ -127,10 +125,6 @@ def compare(
 
     found = or_exit(lambda: room.pair(record.read(before), record.read(after), fail_over=fail_over))
     emit(room.table(found), room.as_dict(found), json_to)
-    if str(json_to) != "-":
-        for note in (room.shift_in_words(found), *found.notes):
-            if note:
-                console.print(note, highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(int(bool(room.regressions(found, only_ours=not everybody))))
 
 
@@ -206,7 +200,7 @@ def _jobs(works: Sequence[Any], wish: Any, gpu: Any) -> list[Any]:
         what = (work.op, work.case, work.dtype, work.phase)
         return lambda: subject.of_op(*what, "cuda", gpu, wish)
 
-    return [Job(work.key, make(work)) for work in works]
+    return [Job(work.key, work.case.dims, make(work)) for work in works]
 
 
 def _yardsticks() -> list[Any]:
@@ -277,6 +271,8 @@ def _bench_code(result: Any, strict: bool) -> int:
 
 def _write_files(found: Any, csv: Path | None, html: Path | None, png: Path | None) -> None:
     """Said once more in other forms."""
+    if csv is None and html is None and png is None:
+        return
     from tilewright.bench import report as room
 
     records = found if isinstance(found, list) else [found]

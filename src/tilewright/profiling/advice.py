@@ -1,8 +1,8 @@
 """One line of advice per kernel, from its numbers, by the thresholds that stand here.
 
-They are rules of thumb. ROOF is where DRAM stops rewarding work: no kernel holds its bus busy all
-the time. LATENCY is Nsight Compute's own line: a kernel that keeps neither the SMs nor the memory
-60 % busy is waiting, not working.
+They are rules of thumb, of percentages of a theoretical peak. ROOF is where DRAM stops rewarding
+work: no kernel holds its bus busy all the time, and a short one less so. LATENCY is Nsight
+Compute's own line: a kernel that keeps neither the SMs nor the memory 60 % busy is waiting.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def _bound(kernel: Kernel) -> tuple[str, bool]:
     if max(sm, memory) < LATENCY:
         return f"SM {sm:.0f} %, memory {memory:.0f} %: latency; {_more_in_flight(kernel)}", False
     if memory >= sm:
-        why = "short of the roof; more bytes in flight (wider loads, more warps)"
-        return f"memory {memory:.0f} % busy: {why}", False
-    return f"SM {sm:.0f} % busy: short of the roof; fewer or more independent instructions", False
+        why = "hold the time against the roof that bench measures, which lies below the peak; then"
+        return f"memory {memory:.0f} % busy: {why} more bytes in flight", False
+    return f"SM {sm:.0f} % busy: short of the peak; fewer or more independent instructions", False
 
 
 def _more_in_flight(kernel: Kernel) -> str:

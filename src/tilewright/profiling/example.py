@@ -115,10 +115,15 @@ def _reading(row: Row, record: Mapping[str, Any]) -> str:
         )
     else:
         busiest = max(row["sm_pct"], row["memory_pct"] or 0.0)
-        what = "waits more than it works" if busiest < LATENCY else "is short of any roof"
         sentences.append(
             f"The SMs ran at {row['sm_pct']:.1f} % of their peak, the memory at "
-            f"{row['memory_pct'] or 0:.1f} %: the kernel {what}."
+            f"{row['memory_pct'] or 0:.1f} %."
+        )
+        sentences.append(
+            "The kernel waits more than it works."
+            if busiest < LATENCY
+            else "These are parts of a theoretical peak that no kernel reaches: whether there is "
+            "anything left to gain, `tilewright bench` tells, by the roof it measures there."
         )
     whole = record["rows"][-1]
     read, written = whole.get("read_over_predicted"), whole.get("written_over_predicted")

@@ -67,7 +67,8 @@ def within(
     if not got.numel():
         return Verdict()
     wide = got.detach().double()
-    limit = torch.finfo(got.dtype).max
+    kind = torch.finfo if got.is_floating_point() else torch.iinfo
+    limit = kind(got.dtype).max
     may_overflow = wanted.abs() + bound > limit
     infinite = (wide == wanted.sign() * math.inf) & (may_overflow | wanted.isinf())
     odd = (wide.isnan() != wanted.isnan()) | (~infinite & (wide.isinf() | wanted.isinf()))

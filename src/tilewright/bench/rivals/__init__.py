@@ -7,6 +7,7 @@ here is one small adapter that calls it with an op's arguments.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,16 @@ import torch
 from tilewright.spec import Op
 
 ALWAYS = ("eager", "compile", "vendor")  # no speed-up is shown without them
-PEERS = {  # name -> the package it needs
+PEERS = {  # name -> the module it needs
     "liger": "liger_kernel",
     "quack": "quack",
-    "flash_attention_4": "flash_attn.cute",
+    "fa4": "flash_attn.cute",  # FlashAttention-4
+    "gemlite": "gemlite",
+}
+DISTRIBUTIONS = {
+    "liger": "liger-kernel",
+    "quack": "quack-kernels",
+    "fa4": "flash-attn-4",
     "gemlite": "gemlite",
 }
 NAMES = (*ALWAYS, *PEERS)
@@ -78,6 +85,17 @@ def _not_importable(package: str) -> str:
     except Exception as e:  # a peer's package may fail in its own way
         return f"{package} cannot be imported: {type(e).__name__}: {str(e)[:200]}"
     return ""
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that are installed."""
+    found = {}
+    for name, distribution in DISTRIBUTIONS.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 class Compiled:

@@ -1,0 +1,576 @@
+"""The bench without a GPU: order, statistics, bytes, suites, records, runs that end early."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from fake_bench import H200, bench, subject
+from tilewright import gpu as gpus
+from tilewright.bench import machine, predict, record, rivals, suites, tables, timing, witness
+from tilewright.bench.contest import contests
+from tilewright.bench.measure import measure
+from tilewright.bench.record import Roof, Row, Stats, Writer
+from tilewright.bench.roofs import MIXES, STREAMS, mix_of, sets_for
+from tilewright.bench.run import Job, new_path, run, to_resume
+from tilewright.bench.subject import Wish, of_op
+from tilewright.dims import meta_inputs
+from tilewright.errors import InputError
+from tilewright.ops import registry
+from tilewright.spec import Case, Traffic, as_tuple
+
+ROOT = Path(__file__).parents[1]
+
+
+# --- order and statistics ------------------------------------------------------------------------
+
+
+def test_contenders_rotate() -> None:
+    order = list(timing.rotating(["a", "b", "c"], 4))
+    assert order == [*"abc", *"bca", *"cab", *"abc"]
+    assert list(timing.rotating([], 3)) == []
+
+
+def test_readings_are_read_after_the_last_sample_was_taken() -> None:
+    taken: list[str] = []
+
+    def take(name: str) -> Any:
+        taken.append(name)
+        return lambda: float(len(taken))
+
+    assert timing.interleaved(["a", "b"], 2, take) == {"a": [4.0, 4.0], "b": [4.0, 4.0]}
+
+
+def test_statistics_of_two_passes() -> None:
+    found = timing.stats([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])
+    assert (found.median, found.n, found.passes) == (3.5, 6, (2.0, 5.0))
+    assert found.p20 < found.median < found.p80
+    assert found.spread == pytest.approx(1.5)
+    assert timing.is_noisy(found)
+    assert not timing.is_noisy(timing.stats([100.0], [102.9]))
+    assert timing.is_noisy(timing.stats([100.0], [103.1]))
+    assert timing.stats([7.0]).median == 7.0
+
+
+# --- bytes and roofs -----------------------------------------------------------------------------
+
+N, C = 64, 512
+BIG, ROW = N * C, C  # elements of the input, of a weight
+HAND_COUNTS = {  # op, phase: elements read, elements written, by reading the mathematics
+    ("relu", "forward"): (BIG, BIG),
+    ("relu", "backward"): (2 * BIG, BIG),  # gradient and output; gradient
+    ("rms_norm", "forward"): (BIG + ROW, BIG),
+    ("rms_norm", "backward"): (2 * BIG + ROW, BIG + ROW),  # gradient, x, weight; dx, dweight
+    ("add_rms_norm", "forward"): (2 * BIG + ROW, 2 * BIG),  # x, residual, weight; y, sum
+    ("add_rms_norm", "backward"): (3 * BIG + ROW, BIG + ROW),  # two gradients, sum, weight
+    ("softmax", "forward"): (BIG, BIG),
+    ("softmax", "backward"): (2 * BIG, BIG),  # gradient and output; gradient
+}
+
+
+def test_every_op_has_a_hand_count() -> None:
+    phases = {(o.name, p) for o in registry().values() for p in ("forward", "backward")
+              if p == "forward" or o.autograd}  # fmt: skip
+    assert phases == set(HAND_COUNTS)
+
+
+@pytest.mark.parametrize(("op", "phase"), HAND_COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_are_those_of_a_hand_count(op: str, phase: str, dtype: torch.dtype) -> None:
+    case = Case("", {"shape": (N, C)})
+    found = of_op(registry()[op], case, dtype, phase, "cpu", H200, Wish((), ())).traffic
+    size = torch.empty((), dtype=dtype).element_size()
+    assert found == tuple(count * size for count in HAND_COUNTS[op, phase])
+
+
+def test_bytes_are_counted_from_the_tensors() -> None:
+    softmax = registry()["softmax"]
+    x = torch.empty(8, 16, dtype=torch.bfloat16)
+    assert softmax.traffic((x, -1, torch.float32)) == (8 * 16 * 2, 8 * 16 * 4)
+    expanded = torch.empty(1, 16).expand(8, 16)
+    assert softmax.traffic((expanded, -1, None)).read == 16 * 4
+    assert softmax.traffic((torch.empty(0, 16), -1, None)).total == 0
+
+
+def test_what_anybody_must_move_in_a_backward() -> None:
+    made = subject("relu", (N, C), phase="backward")
+    assert made.least == (BIG * 4, BIG * 4)  # gradients in and out, whatever was saved
+    assert made.traffic == (2 * BIG * 4, BIG * 4)
+
+
+def test_the_mix_of_a_call() -> None:
+    assert mix_of(Traffic(100, 0)) == "read"
+    assert mix_of(Traffic(2000, 1000)) == "2:1"
+    assert mix_of(Traffic(1000, 1000)) == "1:1"
+    assert mix_of(Traffic(1000, 2000)) == "1:2"
+    assert mix_of(Traffic(32 * 2**20, 2**20)) == "read"
+
+
+def test_a_graph_walks_past_l2() -> None:
+    l2 = 60 * 2**20
+    for size in (2**14, 2**20, 2**23, 2**26 - 1):
+        traffic = Traffic(size // 2, size // 2)
+        sets = sets_for(traffic, l2)
+        assert 16 <= sets <= 128
+        assert sets * traffic.total >= 2 * l2 or sets == 128
+
+
+def test_a_roof_beside_the_case_is_named_in_the_row() -> None:
+    of = subject("relu", (256, 4096))
+    row = measure(of, bench(of, {}))[0]
+    assert row.roof == "bandwidth 1:1 at this size"
+    assert (row.method, row.bound) == ("graph", "bandwidth")
+    assert row.roof_us == pytest.approx(of.traffic.total / 4e6 + 1.0)
+
+
+def test_large_cases_are_timed_cold() -> None:
+    of = subject("relu", (2048, 4096))  # 64 MiB
+    row = measure(of, bench(of, {"eager": 40.0, "vendor": 40.0}))[0]
+    assert (row.method, row.graph) == ("cold", None)
+    assert row.cold is not None
+    assert row.us == row.cold.median
+    assert len(row.samples) == row.cold.n == 20
+
+
+KERNELS = """
+from functools import reduce
+from operator import xor
+import torch, triton, triton.language as tl
+from tilewright.bench.roof_kernels import _stream, _mma, _fma
+for reads, writes in [(1, 0), (2, 1), (1, 1), (1, 2)]:
+    tiles, words = 3, 64
+    inp = torch.randint(-9, 9, (reads * tiles * words,), dtype=torch.int32)
+    out = torch.full((max(writes * words, 1) * tiles,), 77, dtype=torch.int32)
+    _stream[(tiles,)](out, inp, tiles, READS=reads, WRITES=writes, BLOCK=words)
+    mixed = inp.view(reads, tiles, words)[0]
+    if reads == 2:
+        mixed = mixed ^ inp.view(reads, tiles, words)[1]
+    for i in range(writes):
+        assert torch.equal(out.view(writes, tiles, words)[i], mixed)
+    if not writes:
+        assert out.tolist() == [reduce(xor, tile) for tile in mixed.tolist()]
+a, b = torch.randn(16, 16), torch.randn(16, 16)
+out = torch.empty(2, 16)
+_mma[(2,)](out, a, b, 3, ACC=tl.float32, M=16, N=16, K=16)
+assert torch.allclose(out[0], 3 * (a @ b.T).sum(0), atol=1e-3) and torch.equal(out[0], out[1])
+x, y = torch.rand(64), torch.empty(64)
+_fma[(1,)](y, x, 1, BLOCK=64)
+want = x.clone()
+for _ in range(16):
+    want = want * x + x
+assert torch.allclose(y, want)
+"""
+
+
+def test_roof_kernels_do_the_work_they_are_paid_for() -> None:
+    """In the interpreter: a roof that skips bytes or flops would make everybody look slow."""
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_the_tensor_core_roof_is_made_of_tensor_core_instructions(sm: int) -> None:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tilewright.bench.roof_kernels import _mma
+
+    names = {"out": "*fp32", "a": "*bf16", "b": "*bf16", "steps": "i32"}
+    constants = {"ACC": tl.float32, "M": 128, "N": 256 if sm >= 90 else 128, "K": 64}
+    source = ASTSource(_mma, {**names, **dict.fromkeys(constants, "constexpr")}, constants)
+    options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    text = built.asm["ptx"]
+    loop = text[text.index("$L__BB0_") :]
+    assert ("wgmma.mma_async" if sm >= 90 else "mma.sync") in loop
+
+
+def test_streams_cover_every_mix() -> None:
+    assert all(reads >= 1 and writes >= 0 for reads, writes in MIXES.values())
+    assert len({words for words, _ in STREAMS}) == len(STREAMS)
+
+
+# --- witness -------------------------------------------------------------------------------------
+
+
+def test_symbols_are_shortened() -> None:
+    assert witness.short("_softmax_rows") == "_softmax_rows"
+    assert witness.short("_Z3fooIfEvT_i") in ("foo", "_Z3fooIfEvT_i")
+    long = "void at::native::vectorized_elementwise_kernel<4, at::native::F<float>>(int, T)"
+    assert witness.short(long) == "at::native::vectorized_elementwise_kernel"
+    assert witness.short("tilewright::rows<__half, 8>") == "tilewright::rows"
+
+
+def test_a_witness_wants_all_kernels_of_a_backend() -> None:
+    names = ("fill", "tilewright::rows", "_partials")
+    assert witness.saw(("rows<float, 4>",), names)
+    assert witness.saw(("_partials", "rows"), names)
+    assert not witness.saw(("_partials", "columns"), names)
+
+
+# --- rivals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", registry())
+def test_eager_compile_and_vendor_stand_beside_every_op(op: str) -> None:
+    found = rivals.of(registry()[op])
+    assert list(found)[:3] == list(rivals.ALWAYS)
+    args = tuple(
+        torch.randn(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
+        for a in meta_inputs(registry()[op], {"shape": (8, 64)}, torch.float32)
+    )
+    wanted = as_tuple(registry()[op].reference(*args))
+    for got, want in zip(as_tuple(found["vendor"].call(*args)), wanted, strict=True):
+        assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_peers_that_are_not_installed_say_so() -> None:
+    for name in rivals.PEERS:
+        adapter = __import__(f"tilewright.bench.rivals.{name}", fromlist=["CALLS"])
+        for op in adapter.CALLS:
+            rival = rivals.peer(name, op)
+            assert rival is not None
+            assert "not installed" in rival.missing or rival.missing == ""
+    assert rivals.peer("liger", "no such op") is None
+
+
+def test_peers_refuse_what_they_cannot_do() -> None:
+    x, w = torch.empty(4, 8), torch.empty(8)
+    liger, quack = (rivals.peer(n, "softmax") for n in ("liger", "quack"))
+    assert liger is not None
+    assert quack is not None
+    for rival in (liger, quack):
+        assert rival.refuses(x, 1, None) == ""
+        assert "last dim" in rival.refuses(x, 0, None)
+        assert "dtype" in rival.refuses(x, 1, torch.float64)
+    norm = rivals.peer("liger", "rms_norm")
+    assert norm is not None
+    assert "weight" in norm.refuses(x, None, 1e-6, 0.0, "torch")
+    assert norm.refuses(x, w, 1e-6, 0.0, "torch") == ""
+
+
+def test_the_vendor_refuses_castings_it_does_not_have() -> None:
+    made = registry()["rms_norm"]
+    with pytest.raises(InputError, match="Llama"):
+        made.baselines["vendor"](torch.ones(2, 8), None, 1e-6, 0.0, "llama")
+
+
+def test_compiled_compiles_once_and_for_its_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def compile_(function: Any, **options: Any) -> Any:
+        made.append(options)
+        return lambda x: function(x) * 10
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    compiled = rivals.Compiled(lambda x: x + 1)
+    assert [compiled(i) for i in range(3)] == [10, 20, 30]
+    assert made == [{"dynamic": False, "fullgraph": True}]
+
+
+# --- suites --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suite", suites.SUITES)
+def test_every_op_has_cases_in_every_suite(suite: str) -> None:
+    for op in registry().values():
+        cases = suites.suite_cases(op, suite)
+        assert cases, op.name
+        if suite == "quick":
+            assert len(cases) == 2
+
+
+def test_suites_are_of_real_layers() -> None:
+    shapes = {c.dims["shape"][-1] for c in suites.suite_cases(registry()["rms_norm"], "decode")}
+    assert shapes == {4096, 8192, 3584}  # Llama-3-8B and Mistral-7B, Llama-3-70B, Qwen and Gemma
+    tokens = {c.dims["shape"][0] for c in suites.suite_cases(registry()["rms_norm"], "prefill")}
+    assert tokens == {512, 2048, 8192}
+
+
+def test_a_plan_is_ops_by_phases_by_cases_by_dtypes() -> None:
+    found = suites.plan(["relu", "softmax"], "quick", [], ["bf16", "float32"], ["fwd", "bwd"])
+    assert len(found) == 2 * 2 * 2 * 2
+    assert len({work.key for work in found}) == len(found)
+    given = suites.plan(["relu"], "quick", ["8x16", "shape=4x4"], ["fp16", "float16"], ["fwd"])
+    assert [work.case.dims["shape"] for work in given] == [(8, 16), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((["rellu"], "quick", [], ["bf16"], ["fwd"]), "op is 'rellu'"),
+        (([], "fast", [], ["bf16"], ["fwd"]), "--suite is 'fast'"),
+        (([], "quick", [], ["int4"], ["fwd"]), "--dtype is 'int4'"),
+        (([], "quick", [], ["bf16"], ["sideways"]), "--mode is 'sideways'"),
+        (([], "quick", ["x"], ["bf16"], ["fwd"]), "--shape is 'x'"),
+    ],
+)
+def test_bad_plans(arguments: Any, says: str) -> None:
+    with pytest.raises(InputError, match="bench: ") as told:
+        suites.plan(*arguments)
+    assert says in str(told.value)
+
+
+# --- predictions ---------------------------------------------------------------------------------
+
+
+def test_predictions_are_bytes_over_bandwidth() -> None:
+    (work,) = suites.plan(["relu"], "quick", ["16384x8192"], ["bf16"], ["fwd"])
+    found = predict.predict(work, H200)
+    assert found.bytes == 2 * 2 * 16384 * 8192
+    assert found.us == pytest.approx(found.bytes / 4.8e12 * 1e6)
+    assert (found.bound, found.backend, found.kernels) == ("bandwidth", "triton", ("_relu",))
+    (small,) = suites.plan(["relu"], "quick", ["8x8"], ["bf16"], ["bwd"])
+    assert predict.predict(small, H200).bound == "launch"
+
+
+# --- records -------------------------------------------------------------------------------------
+
+ROW = Row("relu", "c", {"shape": [2, 3]}, "float32", "forward", "triton", True, "ok",
+          us=2.0, samples=(1.0, 3.0), cold=Stats(2.0, 1.0, 3.0, 2, (1.0, 3.0)))  # fmt: skip
+HEADER = {"schema": 1, "environment": {"gpu": "NVIDIA H200"}, "settings": {}, "machine": {}}
+
+
+def written(path: Path, rows: Any = (ROW,)) -> Path:
+    writer = Writer(path)
+    writer.write("run", HEADER)
+    writer.write("roof", asdict(Roof("bandwidth 1:1", "GB/s", 4200.0)))
+    writer.rows(rows)
+    writer.write("end", {"seconds": 1.0, "complete": True})
+    return path
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    found = record.read(written(tmp_path / "a.jsonl"))
+    assert found.rows == [ROW]
+    assert found.roofs == [Roof("bandwidth 1:1", "GB/s", 4200.0)]
+    assert found.gpu == "NVIDIA H200"
+    assert found.end == {"seconds": 1.0, "complete": True}
+    assert record.read(tmp_path).path == tmp_path / "a.jsonl"
+
+
+def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    odd = Row("a", "c", {"dtype": torch.float16}, "x", "forward", "b", False, "ok",
+              us=math.inf, error=math.nan)  # fmt: skip
+    (back,) = record.read(written(tmp_path / "a.jsonl", [odd])).rows
+    assert (back.us, back.error, back.dims) == (None, None, {"dtype": "torch.float16"})
+    assert "Infinity" not in (tmp_path / "a.jsonl").read_text()
+
+
+def test_a_record_cut_anywhere_is_told_in_one_line(tmp_path: Path) -> None:
+    whole = written(tmp_path / "a.jsonl").read_bytes()
+    path = tmp_path / "b.jsonl"
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    for cut in (0, 1, 40, ends[0] - 1, ends[0] + 5, ends[2] - 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(InputError, match=r"^record: .*b\.jsonl") as told:
+            record.read(path)
+        assert "\n" not in str(told.value)
+        assert path.read_bytes() == whole[:cut]  # nothing is mended behind anybody's back
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "[1]",
+        '{"kind": "row"}',
+        '{"kind": "row", "op": "x"}',
+        '{"op": "x"}',
+        '{"kind": "run", "schema": 99, "environment": {"gpu": null}}',
+        '{"kind": "run", "schema": 1}',
+    ],
+)
+def test_lines_that_are_no_record(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"kind": "run", **HEADER}) + "\n" + line + "\n")
+    with pytest.raises(InputError, match="record: "):
+        record.read(path)
+
+
+def test_the_schema_is_written_down() -> None:
+    text = (ROOT / "docs" / "records.md").read_text("utf-8")
+    for kind in (Row, Stats, Roof):
+        for field in fields(kind):
+            assert f"| `{field.name}` |" in text, f"{kind.__name__}.{field.name}"
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def named(count: int) -> list[Job]:
+    """Small cases of relu."""
+    made = []
+    for i in range(count):
+        of = replace(subject("relu", (4, 8 + i)), case=f"case {i}")
+        made.append(Job.of(of))
+    return made
+
+
+SETTINGS = {"warmup": 2, "iters": 20, "seed": 0}
+
+
+def instruments() -> Any:
+    return bench(subject("relu", (4, 8)), {})
+
+
+def test_a_run_writes_what_it_measures_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    seen: list[tuple[str, int]] = []
+
+    def progress(title: str, done: int) -> None:
+        lines = path.read_text().splitlines()
+        seen.append((title, sum('"kind": "row"' in line for line in lines)))
+
+    result = run(named(3), instruments(), settings=SETTINGS, path=path, progress=progress)
+    assert [count for _, count in seen] == [0, 2, 4]
+    assert result.left == []
+    back = record.read(path)
+    assert len(back.rows) == 6
+    assert back.end is not None
+    assert back.end["complete"] is True
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    some = named(2)
+    some += [Job(("relu", "late", "float32", "forward"), {}, _interrupt)]
+    result = run(some, instruments(), settings=SETTINGS, path=path)
+    assert result.ended_by == "interrupt"
+    assert result.left == ["relu forward, late, float32"]
+    back = record.read(path)
+    assert {row.case for row in back.rows} == {"case 0", "case 1"}
+    assert back.end is not None
+    assert (back.end["complete"], back.end["ended_by"]) == (False, "interrupt")
+
+
+def _interrupt() -> Any:
+    raise KeyboardInterrupt
+
+
+def test_the_time_limit_starts_no_further_case(tmp_path: Path) -> None:
+    ticks = iter(range(0, 1000, 10))
+    result = run(
+        named(5), instruments(), settings=SETTINGS, path=tmp_path / "r.jsonl",
+        max_seconds=25, clock=lambda: next(ticks),
+    )  # fmt: skip
+    assert result.ended_by == "time"
+    assert 0 < len(result.left) < 5
+
+
+def test_resume_measures_only_what_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(named(2), instruments(), settings=SETTINGS, path=path)
+    resumed = record.read(path)
+    started: list[str] = []
+    result = run(
+        named(4), instruments(), settings=SETTINGS, path=path, resumed=resumed,
+        progress=lambda title, done: started.append(title),
+    )  # fmt: skip
+    assert [title.split(", ")[1] for title in started] == ["case 2", "case 3"]
+    assert len(result.rows) == 8
+    back = record.read(path)
+    assert len(back.rows) == 8
+    assert len(back.roofs) == 1  # those of the last run
+
+
+def test_resume_wants_the_same_gpu_settings_and_code(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.jsonl")
+    with pytest.raises(InputError, match="NVIDIA H200.*this is NVIDIA H100"):
+        to_resume(tmp_path, gpus.pretend("h100"), SETTINGS)
+    with pytest.raises(InputError, match="warmup None, and this is 2"):
+        to_resume(tmp_path, H200, SETTINGS)
+    assert record.read(path).rows == [ROW]
+
+
+def test_new_records_overwrite_nothing(tmp_path: Path) -> None:
+    first = new_path(tmp_path, H200)
+    first.write_text("")
+    assert new_path(tmp_path, H200) != first
+    assert first.name.startswith("h200-")
+
+
+def test_too_little_memory_is_a_row_with_a_reason(tmp_path: Path) -> None:
+    def too_much() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+    job = Job(("relu", "huge", "float32", "forward"), {"shape": (1,)}, too_much)
+    result = run([job], instruments(), settings=SETTINGS, path=None)
+    (row,) = result.rows
+    assert row.state == "refused"
+    assert "1 TiB" in row.reason
+
+
+# --- machine -------------------------------------------------------------------------------------
+
+
+def test_the_state_of_the_machine() -> None:
+    line = "580.159.04, 1980, 1980, 3201, 83.21, 700.00, 37, 0x0000000000000004"
+    found = machine.parse(line)
+    assert (found["driver"], found["sm_mhz"], found["power_w"]) == ("580.159.04", 1980.0, 83.21)
+    assert (found["limited_by"], found["locked"]) == (["power cap"], False)
+    assert machine.parse(line.replace("0x0000000000000004", "0x2"))["locked"] is True
+    odd = machine.parse(line.replace("83.21", "[N/A]").replace("0x0000000000000004", "[N/A]"))
+    assert (odd["power_w"], odd["limited_by"], odd["locked"]) == (None, None, None)
+    assert machine.parse("no devices were found") == {}
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def timed_row(contender: str, us: float, ours: bool = True, op: str = "softmax") -> Row:
+    return Row(op, "c", {}, "bfloat16", "forward", contender, ours, "ok", us=us)
+
+
+def test_head_to_head_takes_the_best_version_of_a_backend() -> None:
+    rows = [timed_row("triton", 10.0), timed_row("cuda_v1", 30.0), timed_row("cuda_v2", 12.0)]
+    rows += [timed_row("triton", 5.0, op="relu")]  # has no CUDA kernel
+    (pair,) = tables.versus(rows, "triton", "cuda")
+    assert (pair["second"].contender, pair["ratio"]) == ("cuda_v2", 1.2)
+    assert tables.head_to_head(rows, "triton", "cuda").row_count == 2
+    assert tables.head_to_head(rows[-1:], "triton", "cuda").row_count == 1
+
+
+def test_no_speedup_without_the_whole_field() -> None:
+    rows = [timed_row("triton", 10.0), timed_row("eager", 20.0, False)]
+    (contest,) = contests(rows)
+    assert contest.speedup("eager") is None
+    assert "compile was not measured" in contest.barred
+    rows += [timed_row(name, 15.0, False) for name in ("compile", "vendor")]
+    (contest,) = contests(rows)
+    assert contest.speedup("eager") == 2.0
+
+
+def test_the_summary_counts_losses() -> None:
+    rivals_ = [timed_row(name, us, False) for name, us in zip(rivals.ALWAYS, (20.0, 9.0, 30.0),
+                                                               strict=True)]  # fmt: skip
+    text = tables.summary([timed_row("triton", 10.0), *rivals_])
+    assert "slower in 1" in text
+    assert "faster than every rival in 0" in text
+
+
+def test_tables_are_made_of_any_rows() -> None:
+    bad = Row("relu", "c", {}, "float16", "forward", "triton", True, "refused", "wrong [bold]")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(tables.case_tables([ROW, bad, timed_row("triton", 1.0)]))
+    text = console.export_text()
+    assert "wrong [bold]" in text
+    assert "no speed-up is shown" in text

@@ -1,0 +1,320 @@
+"""Planted lies: every way to look faster than one is must be refused or flagged. No GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fake_bench
+from fake_bench import H200, bench, ours, stream_us, subject
+from tilewright.bench.guard import Floor, Timed, is_suspect, judge
+from tilewright.bench.measure import measure
+from tilewright.bench.record import Row
+from tilewright.bench.subject import Contender, Subject
+from tilewright.ops import registry
+from tilewright.spec import Cost, Traffic
+
+REFERENCE = registry()["softmax"].reference
+
+
+def with_ours(of: Subject, contender: Contender) -> Subject:
+    return replace(of, contenders=(contender, *of.contenders))
+
+
+def run(contender: Contender, us: float | None = None, **settings: Any) -> dict[str, Row]:
+    """Softmax with this contender; by default it takes a little longer than the roof."""
+    of = with_ours(subject(), contender)
+    time = stream_us(of.traffic) * 1.05 if us is None else us
+    rows = measure(of, bench(of, {contender.name: time}, **settings))
+    return {row.contender: row for row in rows}
+
+
+def assert_no_number(row: Row, *says: str) -> None:
+    assert row.state == "refused"
+    assert (row.us, row.gbps, row.tflops, row.of_roof, row.samples) == (None, None, None, None, ())
+    assert (row.cold, row.graph, row.host, row.cpu) == (None, None, None, None)
+    for word in says:
+        assert word in row.reason
+
+
+# --- the truth passes ----------------------------------------------------------------------------
+
+
+def test_an_honest_kernel_gets_its_number() -> None:
+    rows = run(ours(REFERENCE))
+    row = rows["triton"]
+    assert (row.state, row.flags, row.ran, row.kernels) == ("ok", (), "triton", ("_k",))
+    assert row.us == pytest.approx(stream_us(subject().traffic) * 1.05, rel=0.01)
+    assert row.of_roof == pytest.approx(1 / 1.05, rel=0.01)
+    assert row.error is not None
+    assert row.error <= 1
+    assert not is_suspect(row)
+    assert list(rows) == ["triton", "eager", "vendor"]
+
+
+def test_every_contender_and_roof_is_timed_in_one_run() -> None:
+    of = with_ours(subject(), ours(REFERENCE))
+    with_clock = bench(of, {})
+    measure(of, with_clock)
+    for way in ("cold", "graph"):
+        names = [name for w, name in with_clock.clock.order if w == way]
+        once = ["triton", "eager", "vendor", "roof: empty launch", "roof: stream"]
+        assert names == once * 2
+
+
+# --- lies about the result -----------------------------------------------------------------------
+
+
+def test_a_kernel_that_skips_work() -> None:
+    """Half of the rows are never written; whatever lay in memory stays there."""
+
+    def half(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        out = torch.full_like(x, float("nan"))
+        out[: len(x) // 2] = REFERENCE(x[: len(x) // 2], dim, dtype)
+        return out
+
+    assert_no_number(run(ours(half))["triton"], "wrong before timing", "nan")
+
+
+def test_a_kernel_that_skips_work_and_finds_its_last_result_in_memory() -> None:
+    """torch.empty gives back the block of the last result; it must not hold the right one."""
+    memory: dict[str, torch.Tensor] = {}
+
+    def lazy(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        if "out" not in memory:
+            memory["out"] = REFERENCE(x, dim, dtype)
+        return memory["out"]
+
+    assert_no_number(run(ours(lazy))["triton"], "wrong after timing")
+
+
+@pytest.mark.parametrize("key", ["address", "shape"])
+def test_a_kernel_that_returns_a_cached_result(key: str) -> None:
+    cache: dict[Any, torch.Tensor] = {}
+
+    def remembered(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        name = x.data_ptr() if key == "address" else x.shape
+        if name not in cache:
+            cache[name] = REFERENCE(x, dim, dtype)
+        return cache[name]
+
+    assert_no_number(run(ours(remembered))["triton"], "wrong after timing", "tolerance")
+
+
+def test_a_kernel_that_is_right_only_until_it_is_timed() -> None:
+    calls = []
+
+    def tired(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        calls.append(1)
+        right = REFERENCE(x, dim, dtype)
+        return right if len(calls) == 1 else torch.zeros_like(right)
+
+    assert_no_number(run(ours(tired))["triton"], "wrong after timing")
+
+
+def test_a_kernel_wrong_by_twice_its_tolerance() -> None:
+    truth = subject().truth(subject().make(0))[0]
+
+    def off(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        return (truth_of(x) + 2 * bound).float()
+
+    bound = truth.bound.max()
+
+    def truth_of(x: torch.Tensor) -> torch.Tensor:
+        return REFERENCE(x.double(), dim=-1, dtype=torch.float64)
+
+    row = run(ours(off))["triton"]
+    assert_no_number(row, "wrong before timing", "the tolerance")
+    assert row.error is not None
+    assert row.error >= 2
+
+
+def test_a_backward_wrong_by_twice_its_tolerance() -> None:
+    of = subject("rms_norm", phase="backward")
+    honest = next(c for c in of.contenders if c.name == "eager")
+
+    def bind(args: Any) -> Any:
+        call, truths = honest.bind(args), of.truth(args)
+        return lambda: tuple(
+            (g.double() + 2 * t.bound).float() for g, t in zip(call(), truths, strict=True)
+        )
+
+    lying = Contender("triton", True, bind, ("_k",))
+    rows = measure(with_ours(of, lying), bench(of, {"triton": 1e4}))
+    assert_no_number(rows[0], "wrong before timing")
+    assert rows[1].state == "ok"
+
+
+def test_results_of_another_shape_or_number() -> None:
+    flat = run(ours(lambda x, dim, dtype: REFERENCE(x, dim, dtype).flatten()))["triton"]
+    assert_no_number(flat, "shape (32768,), not (64, 512)")
+    two = run(ours(lambda x, dim, dtype: (REFERENCE(x, dim, dtype),) * 2))["triton"]
+    assert_no_number(two, "2 results where there should be 1")
+
+
+def test_a_kernel_that_raises_is_told_and_the_others_go_on() -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("by zero")
+
+    rows = run(ours(broken))
+    assert_no_number(rows["triton"], "ZeroDivisionError", "by zero")
+    assert rows["eager"].state == "ok"
+
+
+# --- lies about what ran -------------------------------------------------------------------------
+
+
+def test_a_backend_that_falls_back_silently() -> None:
+    """Right results, from somebody else's kernel."""
+    seen = ("at::native::softmax_kernel",)
+    row = run(ours(REFERENCE, launches=("_softmax_rows",)), launched=seen)["triton"]
+    assert_no_number(row, "fell back silently", "_softmax_rows", "at::native::softmax_kernel")
+    assert row.kernels == seen
+    assert row.ran == "not triton"
+
+
+def test_a_backend_that_launches_nothing() -> None:
+    row = run(ours(REFERENCE), launched=())["triton"]
+    assert_no_number(row, "fell back silently", "launched nothing")
+
+
+def test_what_could_not_be_seen_is_said() -> None:
+    row = run(ours(REFERENCE), launched=lambda bind: None)["triton"]
+    assert row.state == "ok"
+    assert row.ran == ""
+    assert any("could not be read" in flag for flag in row.flags)
+
+
+# --- lies about the time -------------------------------------------------------------------------
+
+
+def test_a_time_out_of_l2_is_flagged() -> None:
+    """Faster than the roof allows, slower than the datasheet, at a size that L2 holds."""
+    of = subject("relu", (256, 4096))
+    made = with_ours(of, ours(registry()["relu"].reference))
+    row = measure(made, bench(made, {"triton": stream_us(of.traffic) / 1.10}))[0]
+    assert row.state == "ok"
+    assert "1.10x of its roof: L2-resident" in row.flags[-1]
+    assert is_suspect(row)
+
+
+def test_a_time_above_the_datasheet_is_refused() -> None:
+    of = subject("relu", (512, 4096))
+    lying = ours(registry()["relu"].reference)
+    peak_us = of.traffic.total / 4.8e12 * 1e6
+    made = with_ours(of, lying)
+    row = measure(made, bench(made, {"triton": peak_us * 0.99}))[0]
+    assert_no_number(row, "above physics", "GB/s", "4,800")
+    assert is_suspect(row)
+
+
+def test_a_noisy_row_is_flagged() -> None:
+    of = with_ours(subject(), ours(REFERENCE))
+    slow = stream_us(of.traffic) * 2
+    row = measure(of, bench(of, {"triton": slow}, second={"triton": slow * 1.05}))[0]
+    assert any(flag.startswith("noisy: two passes differ by") for flag in row.flags)
+    steady = measure(of, bench(of, {"triton": slow}, second={"triton": slow * 1.02}))[0]
+    assert steady.flags == ()
+
+
+MANY, FEW = Traffic(2**28, 2**28), Traffic(2**20, 2**20)  # 512 MiB, 2 MiB
+ROOM = Floor(launch=1.0, stream=130.0, compute=0.0, bytes_alone=128.0)
+
+
+def timed(us: float, traffic: Traffic = MANY, cost: float = 0.0, **facts: Any) -> Timed:
+    return Timed(us, traffic, facts.pop("least", traffic), Cost(cost, "bf16"), **facts)
+
+
+@pytest.mark.parametrize(
+    ("call", "floor", "says"),
+    [
+        (timed(120), ROOM, "wrong byte count, or work skipped"),
+        (timed(20.0, Traffic(2**24, 2**24)), Floor(1.0, 21.0), "L2-resident"),
+        (timed(0.5, Traffic(64, 64)), Floor(1.0, 1.0), "faster than a kernel that does nothing"),
+        (timed(120, kernels=0), ROOM, "it launches nothing"),
+        (timed(90, FEW, cost=5e10), Floor(1.0, 10.0, 100.0), "more flops declared than done"),
+    ],
+)
+def test_the_likely_reason(call: Timed, floor: Floor, says: str) -> None:
+    found = judge(call, floor, H200)
+    assert not found.refused
+    assert len(found.flags) == 1
+    assert says in found.flags[0]
+
+
+def test_three_percent_is_still_noise() -> None:
+    assert judge(timed(130 / 1.029), ROOM, H200).flags == ()
+    assert judge(timed(130 / 1.031), ROOM, H200).flags
+
+
+def test_flops_above_the_datasheet_are_refused() -> None:
+    found = judge(timed(100, FEW, cost=1e12), Floor(1.0, 10.0, 120.0), H200)
+    assert "TFLOP/s" in found.refused
+    assert "989" in found.refused
+
+
+def test_no_time_is_no_time() -> None:
+    for us in (0.0, -1.0, float("nan")):
+        assert judge(timed(us), ROOM, H200).refused
+
+
+def test_a_rival_that_saved_less_keeps_its_time_and_loses_the_rate() -> None:
+    """Its backward reads a mask where ours reads the output: our count is not its count."""
+    least = Traffic(2**27, 2**28)
+    found = judge(timed(105, least=least), ROOM, H200)
+    assert (found.refused, found.gbps) == ("", None)
+    assert "fewer bytes" in found.flags[0]
+    assert "refused" not in found.flags[0]
+    assert judge(timed(60, least=least), ROOM, H200).refused  # less than anybody must move
+
+
+@pytest.mark.parametrize(
+    ("floor", "bound"),
+    [
+        (Floor(3.0, 4.0, 1.0, 2.0), "launch"),
+        (Floor(3.0, 14.0, 1.0, 12.0), "bandwidth"),
+        (Floor(3.0, 14.0, 20.0, 12.0), "compute"),
+    ],
+)
+def test_what_bounds_a_case(floor: Floor, bound: str) -> None:
+    assert floor.bound == bound
+    assert floor.us == max(floor.launch, floor.stream, floor.compute)
+
+
+# --- rivals --------------------------------------------------------------------------------------
+
+
+def test_a_rival_may_round_more_often_and_says_so() -> None:
+    of = subject()
+
+    def rough(*args: Any) -> torch.Tensor:
+        truth = of.truth(args)[0]
+        return (truth.wanted + 3 * truth.bound).float()
+
+    def foreign(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        return torch.softmax(2 * x, dim)
+
+    def rival(name: str, call: Any) -> Contender:
+        return Contender(name, False, lambda args: lambda: call(*args))
+
+    made = replace(of, contenders=(rival("liger", rough), rival("quack", foreign)))
+    rows = {row.contender: row for row in measure(made, bench(made, {}))}
+    assert rows["quack"].state == "refused"
+    assert rows["liger"].state == "ok"
+    assert any("less accurate" in flag for flag in rows["liger"].flags)
+
+
+def test_who_is_missing_is_listed_with_the_reason() -> None:
+    of = subject()
+    absent = Contender("liger", False, lambda args: fake_bench.H200, missing="not installed")
+    made = replace(of, contenders=(*of.contenders, absent))
+    row = {r.contender: r for r in measure(made, bench(made, {}))}["liger"]
+    assert (row.state, row.reason, row.us, row.error) == (
+        "unavailable",
+        "not installed",
+        None,
+        None,
+    )
