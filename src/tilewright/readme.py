@@ -14,6 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,17 @@ from tilewright.bench.rivals import NAMES
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
 from tilewright.profiling.example import worked_example
-from tilewright.spec import Backend
+from tilewright.spec import Backend, Op
 
 NOT_MEASURED = "not measured yet"
+
+
+def _folder(op: Op) -> str:
+    """The folder of ops/ that holds it."""
+    return op.reference.__module__.split(".")[-2]
+
+
+OP_FOLDERS = tuple(dict.fromkeys(map(_folder, registry().values())))
 REGION = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -144,6 +153,27 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
     return list(seen.values())
 
 
+def measured(folder: str, root: Path) -> str:
+    """Every kernel of one op's folder, for its notes: from the model and the sweep suite."""
+    names = [op.name for op in registry().values() if _folder(op) == folder]
+    found = [r for r in (_bench(root, "bench-model"), _bench(root, "bench-sweep")) if r]
+    rows = []
+    for contest in _distinct([c for r in found for c in contests(r.rows)]):
+        first, rival = contest.first, contest.best_rival
+        if first.op not in names or not contest.entered:
+            continue
+        for row in contest.rows.values():
+            if row.ours and has_number(row) and row.us:
+                best = f"{rival.contender} {(rival.us or 0) / row.us:.2f}" if rival else NO_NUMBER
+                shape = " x ".join(map(str, first.dims["shape"]))
+                rows.append((f"`{first.op}` {first.phase}", shape, row.contender, micros(row.us),
+                             f"{row.of_roof or 0:.0%}", best))  # fmt: skip
+    if not rows:
+        return NOT_MEASURED
+    heads = ("op", "shape, bf16", "backend", "µs", "of roof", "best rival's time / ours")
+    return f"{_table(heads, rows)}\n\n{'; '.join(_environment(r.run) for r in found[:1])}."
+
+
 def yardsticks(root: Path) -> str:
     """What the vendor's libraries and the peers reach, from results/h200/yardsticks.jsonl."""
     found = _bench(root, "yardsticks")
@@ -220,8 +250,14 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "repeated": repeated,
     "agreement": agreement,
     "profile": profile,
+    **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
 }
-DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/profiling.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarking.md",
+    "docs/profiling.md",
+    *(f"src/tilewright/ops/{name}/notes.md" for name in OP_FOLDERS),
+)
 PICTURES = Path("docs", "pictures")
 
 
