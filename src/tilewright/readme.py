@@ -140,7 +140,15 @@ def performance(root: Path) -> str:
             cells.append(NO_NUMBER if ratio is None else f"{ratio:.2f}")
         rows.append(cells)
     heads = ("op", "case", "our fastest", "µs", "of roof", *(f"{n} / ours" for n in rivals))
-    return f"{_table(heads, rows)}\n\n{_bench_words(found)}"
+    pictures = "\n\n".join(f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})"
+                           for name, svg in _pictures(root).items())  # fmt: skip
+    return f"{_table(heads, rows)}\n\n{_bench_words(found)}\n\n{pictures}"
+
+
+def _alt(svg: str) -> str:
+    """What a picture says of itself."""
+    found = re.search(r"<desc[^>]*>(.*?)</desc>", svg, re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def _distinct(contests_: Sequence[Contest]) -> list[Contest]:

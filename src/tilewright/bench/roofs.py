@@ -60,6 +60,7 @@ class DeviceRoofs:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
+        self.arena = Arena()
         self.rates: dict[str, float] = {}  # unit -> flops per second, from the survey
         self.bandwidths: dict[str, float] = {}  # mix -> bytes per second at SURVEY_BYTES
 
@@ -68,7 +69,7 @@ class DeviceRoofs:
         could matter."""
         found = [RoofCall(EMPTY, "launch", lambda i: _empty_call())]
         mix = mix_of(traffic)
-        found += [stream(mix, traffic.total, sets, *shape) for shape in STREAMS]
+        found += [stream(self.arena, mix, traffic.total, sets, *shape) for shape in STREAMS]
         if cost.unit in UNITS and self.compute_us(cost) > max(
             self.bandwidth_us(traffic) / 4, SHORTEST_LOOP_US
         ):
@@ -96,7 +97,7 @@ class DeviceRoofs:
             roofs.append(Roof(f"{EMPTY}, {method}", "us", stats(samples).median))
         room = min(SURVEY_BYTES, self.gpu.memory_bytes // 8)
         for mix in MIXES:
-            calls = [stream(mix, room, 1, *shape) for shape in STREAMS]
+            calls = [stream(self.arena, mix, room, 1, *shape) for shape in STREAMS]
             taken = clock.cold({c.name: c.bind(0) for c in calls}, SURVEY_ROUNDS)
             best = min(stats(taken[c.name]).median * c.scale for c in calls)
             self.bandwidths[mix] = room / best * 1e6
@@ -124,29 +125,40 @@ class DeviceRoofs:
         return flops / (us * loop.scale) * 1e6
 
 
-def stream(mix: str, size: int, sets: int, words: int, warps: int) -> RoofCall:
-    """Moves about `size` bytes in this mix."""
+class Arena:
+    """The memory that streams run over, kept from case to case and grown when it is too small."""
+
+    def __init__(self) -> None:
+        self._words = torch.empty(0, dtype=torch.int32)
+
+    def words(self, count: int) -> torch.Tensor:
+        """Random bits: memory draws less power on zeros."""
+        if self._words.numel() < count:
+            self._words = torch.empty(0, dtype=torch.int32)
+            made = torch.empty(count, dtype=torch.int32, device="cuda")
+            self._words = made.random_(generator=_rng())
+        return self._words[:count]
+
+
+def stream(arena: Arena, mix: str, size: int, sets: int, words: int, warps: int) -> RoofCall:
+    """Moves about `size` bytes in this mix; `sets` calls in a row find nothing of theirs in L2."""
     from tilewright.bench.roof_kernels import _stream
 
     reads, writes = MIXES[mix]
     per_program = (reads + writes) * words * 4
     tiles = max(round(size / per_program), 1)
-    inp = _noise(sets, reads * tiles * words)
-    out = torch.empty(sets, max(writes * words, 1) * tiles, dtype=torch.int32, device="cuda")
+    taken, given = reads * tiles * words, max(writes * words, 1) * tiles
+    given += -given % 4  # the next set starts on 16 bytes
+    memory = arena.words(sets * (taken + given)).view(sets, taken + given)
 
     def bind(i: int) -> Call:
-        source, target = inp[i % sets], out[i % sets]
+        source, target = memory[i % sets].split([taken, given])
         return lambda: _stream[(tiles,)](
             target, source, tiles, READS=reads, WRITES=writes, BLOCK=words, num_warps=warps
         )
 
     scale = size / (tiles * per_program) if tiles > 1 else 1.0
     return RoofCall(f"bandwidth {mix}, {words} words", "bandwidth", bind, scale)
-
-
-def _noise(sets: int, words: int) -> torch.Tensor:
-    """Random bits: memory and tensor cores draw less power on zeros."""
-    return torch.empty(sets, words, dtype=torch.int32, device="cuda").random_(generator=_rng())
 
 
 @cache

@@ -277,24 +277,22 @@ def _write_files(found: Any, csv: Path | None, html: Path | None, png: Path | No
 
     records = found if isinstance(found, list) else [found]
     rows = [row for one in records for row in one.rows]
+    if csv is not None and str(csv) == "-":
+        print(room.csv_text(rows), end="")
+    elif csv is not None:
+        _save("--csv", csv, lambda: csv.write_text(room.csv_text(rows), encoding="utf-8"))
+    if html is not None:
+        _save("--html", html, lambda: html.write_text(room.page(records), encoding="utf-8"))
+    if png is not None:
+        _save("--png", png, lambda: room.write_png(records, png))
+
+
+def _save(option: str, path: Path, write: Callable[[], Any]) -> None:
     try:
-        if csv is not None and str(csv) == "-":
-            print(room.csv_text(rows), end="")
-        elif csv is not None:
-            _save(csv, room.csv_text(rows))
-        if html is not None:
-            _save(html, room.page(records))
-        if png is not None:
-            png.parent.mkdir(parents=True, exist_ok=True)
-            room.write_png(records, png)
-            console.print(f"[dim]written to {escape(str(png))}[/]")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write()
     except OSError as e:
-        fail(f"bench: {e.filename} cannot be written ({e.strerror}). Name another file.")
-
-
-def _save(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+        fail(f"{option}: {path} cannot be written ({e.strerror}). Name another file.")
     console.print(f"[dim]written to {escape(str(path))}[/]", soft_wrap=True)
 
 
@@ -305,10 +303,13 @@ def _need(packages: Sequence[str], *wanted: Path | None) -> None:
 
 
 def _folder(path: Path) -> None:
-    there = path
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    """Made before the work: a record that cannot be written is found out too late otherwise."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        usable = os.access(path, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
         fail(f"bench: --out is {path}, which cannot be written. Name a folder of yours.")
 
 

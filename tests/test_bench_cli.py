@@ -1,0 +1,205 @@
+"""bench, compare, report and profile on a command line: bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import synthetic
+from tilewright import gpu as gpus
+from tilewright.bench import guard, record
+from tilewright.bench.record import Row
+from tilewright.bench.run import Run
+from tilewright.cli import app
+from tilewright.cli import bench as commands
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs of the same kernels."""
+    folder = tmp_path_factory.mktemp("records")
+    paths = folder / "a.jsonl", folder / "b.jsonl"
+    for seed, path in enumerate(paths):
+        synthetic.write(path, synthetic.rows(seed)[:60])
+    return paths
+
+
+def tw(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+
+
+def assert_one_line(done: Any, *says: str) -> None:
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in says), done.stderr
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "rellu"], ("op is 'rellu'", "softmax")),
+        (["bench", "--suite", "fast"], ("--suite is 'fast'", "quick")),
+        (["bench", "--baselines", "eager,ligger"], ("--baselines is 'ligger'", "liger")),
+        (["bench", "--backends", "gluon"], ("--backends is 'gluon'", "triton")),
+        (["bench", "relu", "--shape", "8by8"], ("--shape is '8by8'", "shape=2048x4096")),
+        (["bench", "--dtype", "fp64"], ("--dtype is 'fp64'", "bf16")),
+        (["bench", "--mode", "up"], ("--mode is 'up'", "fwd")),
+        (["bench", "--head-to-head", "triton"], ("--head-to-head is 'triton'", "two")),
+        (["bench", "--head-to-head", "triton,cute"], ("--head-to-head is 'cute'", "cuda")),
+        (["bench", "--gpu", "h3000"], ("h3000", "h200")),
+        (["profile", "rellu"], ("op is 'rellu'",)),
+        (["profile", "relu", "--tool", "perf"], ("tool is 'perf'", "ncu")),
+        (["profile", "relu", "--shape", "x"], ("--shape is 'x'",)),
+        (["profile", "relu", "--mode", "file"], ("mode is 'file'",)),
+    ],
+)
+def test_bad_words(words: list[str], says: tuple[str, ...]) -> None:
+    assert_one_line(tw(*words), *says)
+
+
+@pytest.mark.parametrize("option", ["--csv", "--html", "--png", "--json"])
+def test_places_that_cannot_be_written(two: Any, option: str) -> None:
+    done = tw("report", two[0], option, "/proc/nowhere/x")
+    assert done.exit_code == 2
+    assert f"{option}: /proc/nowhere/x cannot be written" in done.stderr
+    assert_one_line(tw("report", two[0], option, two[0].parent), option, "cannot be written")
+
+
+def test_an_out_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, two: Any) -> None:
+    monkeypatch.setattr(gpus, "detect", lambda index=0: gpus.pretend("h200"))
+    for out in ("/proc/nowhere", two[0]):  # no such place, and a file
+        assert_one_line(tw("bench", "relu", "--out", out), "--out", str(out))
+
+
+def test_a_record_cut_in_half_stays_as_it_is(two: Any, tmp_path: Path) -> None:
+    half = tmp_path / "half.jsonl"
+    whole = two[0].read_bytes()
+    half.write_bytes(whole[: len(whole) // 2])
+    for words in (["compare", half, two[1]], ["compare", two[0], half], ["report", half]):
+        assert_one_line(tw(*words), "half.jsonl", "is cut off")
+    assert half.read_bytes() == whole[: len(whole) // 2]
+    assert sorted(tmp_path.iterdir()) == [half]
+
+
+def test_records_of_two_gpus(two: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    synthetic.write(other, synthetic.rows(0)[:20], gpu="NVIDIA H100 80GB HBM3")
+    assert_one_line(tw("compare", two[0], other), "NVIDIA H200", "NVIDIA H100")
+
+
+def test_records_that_are_not_there(tmp_path: Path) -> None:
+    assert_one_line(tw("compare", tmp_path / "no", tmp_path), "does not exist")
+    assert_one_line(tw("report", tmp_path), "no .jsonl file")
+
+
+def test_a_fail_over_that_is_no_part(two: Any) -> None:
+    assert_one_line(tw("compare", *two, "--fail-over", "-1"), "fail_over")
+
+
+def test_resume_of_a_foreign_folder(monkeypatch: pytest.MonkeyPatch, two: Any) -> None:
+    monkeypatch.setattr(gpus, "detect", lambda index=0: gpus.pretend("h100"))
+    before = two[1].read_bytes()
+    done = tw("bench", "relu", "--resume", "--out", two[0].parent)
+    assert_one_line(done, "--resume", "NVIDIA H200", "NVIDIA H100")
+    assert two[1].read_bytes() == before
+
+
+# --- good input ----------------------------------------------------------------------------------
+
+
+def test_compare_says_same_and_exits_0(two: Any) -> None:
+    done = tw("compare", *two)
+    assert done.exit_code == 0
+    assert "slower" not in done.stdout.split("slower, faster")[0]
+    found = json.loads(tw("compare", *two, "--json", "-").stdout)
+    assert found["regressions"] == 0
+    assert len(found["pairs"]) > 10
+
+
+def test_compare_exits_1_on_a_regression(two: Any, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.jsonl"
+    synthetic.write(slow, synthetic.rows(1, slow=1.08)[:60])
+    assert tw("compare", two[0], slow).exit_code == 1
+    assert tw("compare", two[0], slow, "--fail-over", "0.2").exit_code == 0
+    assert tw("compare", slow, two[0]).exit_code == 0
+
+
+def test_report_writes_what_is_asked_for(two: Any, tmp_path: Path) -> None:
+    csv = tmp_path / "new" / "rows.csv"
+    done = tw("report", two[0], "--csv", csv)
+    assert done.exit_code == 0
+    assert len(csv.read_text().splitlines()) == 61
+    rows = json.loads(tw("report", two[0], "--json", "-").stdout)
+    assert len(rows) == 60
+
+
+def test_without_a_gpu_bench_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
+    done = tw("bench", "relu", "--shape", "4096x4096")
+    assert done.exit_code == 0
+    assert "Nothing was timed: there is no GPU here." in done.stdout
+    assert "1 kernels compiled for SM 90" in done.stdout or "kernels compiled" in done.stdout
+    found = json.loads(tw("bench", "relu", "--shape", "4096x4096", "--gpu", "a100",
+                          "--json", "-").stdout)  # fmt: skip
+    assert found["timed"] is False
+    (only,) = found["predictions"]
+    assert only["us"] == pytest.approx(2 * 2 * 4096 * 4096 / 2.039e12 * 1e6)
+
+
+def test_profile_without_a_gpu_prints_the_command() -> None:
+    done = tw("profile", "softmax", "--shape", "16x4096,dim=0", "--mode", "full")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("ncu ")
+    assert "--shape 16x4096,dim=0" in done.stdout
+    assert "no NVIDIA GPU" in done.stderr
+    assert tw("profile", "relu", "--print").stderr == ""
+
+
+# --- exit codes of a run -------------------------------------------------------------------------
+
+
+def a_run(*rows: Row, ended_by: str = "") -> Run:
+    return Run(None, rows=list(rows), ended_by=ended_by)
+
+
+def a_row(ours: bool = True, state: str = "ok", **facts: Any) -> Row:
+    return Row("relu", "c", {}, "float16", "forward", "triton", ours, state, **facts)
+
+
+def test_exit_codes() -> None:
+    code = commands._bench_code
+    above = a_row(flags=(f"1.10{guard.FLAGGED}L2-resident",))
+    physics = a_row(False, "refused", reason=f"{guard.REFUSED}9,000 GB/s")
+    assert code(a_run(a_row()), strict=True) == 0
+    assert code(a_run(above), strict=False) == 0
+    assert code(a_run(above), strict=True) == 1
+    assert code(a_run(physics), strict=False) == 0
+    assert code(a_run(physics), strict=True) == 1
+    assert code(a_run(a_row(state="refused", reason="wrong")), strict=False) == 1
+    assert code(a_run(a_row(), ended_by="interrupt"), strict=False) == 130
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/bench-*.jsonl")), ids=str)
+def test_committed_records_can_be_read_and_hold_no_impossible_number(path: Path) -> None:
+    found = record.read(path)
+    assert found.rows
+    assert found.end is not None
+    assert found.end["complete"]
+    peak = gpus.pretend(found.gpu).bandwidth
+    assert peak is not None
+    for row in found.rows:
+        if row.state == "ok":
+            assert row.us
+            assert row.gbps is None or row.gbps * 1e9 < peak
+            assert not row.ours or (row.error is not None and row.error <= 1)
+            assert not row.ours or row.ran == row.contender
