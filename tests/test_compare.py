@@ -371,7 +371,7 @@ def test_the_table_reads_without_colour_and_worst_first():
     assert "above [the] datasheet" in shown
     assert "(eager)" in shown
     assert "the machine moved by" in shown
-    lines = [line.split()[2] for line in shown.splitlines() if line.startswith("softmax")]
+    lines = [line.split()[1] for line in shown.splitlines() if line.startswith("softmax")]
     assert lines == [p.b.case for p in found.pairs]
 
 
