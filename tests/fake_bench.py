@@ -27,6 +27,7 @@ class Clock:
         self.us, self.second = dict(us), dict(second_pass or {})
         self.passes: dict[str, int] = {}
         self.order: list[tuple[str, str]] = []
+        self.last: dict[str, Any] = {}
 
     def _samples(self, way: str, calls: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
         self.passes[way] = self.passes.get(way, 0) + 1
@@ -34,7 +35,7 @@ class Clock:
         for name, call in calls.items():
             self.order.append((way, name))
             for each in call() if way == "graph" else [call]:
-                each()
+                self.last[name] = each()
             us = self.us.get(name, 50.0)
             if self.passes[way] > 1:
                 us = self.second.get(name, us)
@@ -44,8 +45,11 @@ class Clock:
     def cold(self, calls: Any, rounds: int) -> Any:
         return self._samples("cold", calls, rounds)
 
-    def graph(self, calls: Any, rounds: int) -> Any:
-        return self._samples("graph", calls, rounds)
+    def graph(self, calls: Any, rounds: int, check: Any) -> Any:
+        samples = self._samples("graph", calls, rounds)
+        for name in calls:
+            check(name, self.last[name])
+        return samples
 
     def host(self, calls: Any, rounds: int) -> Any:
         return self._samples("host", calls, rounds)

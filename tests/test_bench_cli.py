@@ -69,9 +69,10 @@ def test_bad_words(words: list[str], says: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("option", ["--csv", "--html", "--png", "--json"])
 def test_places_that_cannot_be_written(two: Any, option: str) -> None:
-    done = tw("report", two[0], option, "/proc/nowhere/x")
+    path = f"/proc/nowhere/x.{option[2:]}"
+    done = tw("report", two[0], option, path)
     assert done.exit_code == 2
-    assert f"{option}: /proc/nowhere/x cannot be written" in done.stderr
+    assert f"{option}: {path} cannot be written" in done.stderr
     assert_one_line(tw("report", two[0], option, two[0].parent), option, "cannot be written")
 
 

@@ -278,8 +278,19 @@ def test_a_row_that_is_unavailable_is_named():
     a = row_of("x", quiet(10.0))
     gone = dataclasses.replace(a, state="unavailable", reason="needs SM 90", samples=(), us=None)
     found = pair(record([a]), record([gone]))
-    assert not regressions(found)
+    assert [p.remark for p in regressions(found)] == ["needs SM 90"]
+    rivals = [dataclasses.replace(row, ours=False) for row in (a, gone)]
+    found = pair(record(rivals[:1]), record(rivals[1:]))
+    assert not regressions(found, only_ours=False)
     assert any("unavailable in B: needs SM 90" in note for note in found.notes)
+
+
+def test_a_row_of_ours_that_is_gone_from_its_case_is_a_regression():
+    a, rival = row_of("x", quiet(10.0)), dataclasses.replace(
+        row_of("x", quiet(12.0)), contender="eager", ours=False
+    )  # fmt: skip
+    assert regressions(pair(record([a, rival]), record([rival])))
+    assert not regressions(pair(record([a, rival]), record([row_of("y", quiet(9.0))])))
 
 
 def test_rows_of_one_record_only_are_listed():

@@ -10,6 +10,8 @@ import torch
 
 import fake_bench
 from fake_bench import H200, bench, ours, stream_us, subject
+from tilewright.bench import measure as measuring
+from tilewright.bench import timing
 from tilewright.bench.guard import Floor, Timed, is_suspect, judge
 from tilewright.bench.measure import measure
 from tilewright.bench.record import Row
@@ -112,7 +114,7 @@ def test_a_kernel_that_is_right_only_until_it_is_timed() -> None:
         right = REFERENCE(x, dim, dtype)
         return right if len(calls) == 1 else torch.zeros_like(right)
 
-    assert_no_number(run(ours(tired))["triton"], "wrong after timing")
+    assert_no_number(run(ours(tired))["triton"], "timing")
 
 
 def test_a_kernel_wrong_by_twice_its_tolerance() -> None:
@@ -162,6 +164,97 @@ def test_a_kernel_that_raises_is_told_and_the_others_go_on() -> None:
     rows = run(ours(broken))
     assert_no_number(rows["triton"], "ZeroDivisionError", "by zero")
     assert rows["eager"].state == "ok"
+
+
+def test_a_kernel_that_skips_work_in_the_graph() -> None:
+    """Right on the first set of tensors, lazy on every other: a graph walks over many."""
+    seen: list[int] = []
+
+    def bind(args: Any) -> Any:
+        if not seen:
+            seen.append(args[0].data_ptr())
+        right = args[0].data_ptr() == seen[0]
+        return lambda: REFERENCE(*args) if right else torch.zeros_like(args[0])
+
+    row = run(Contender("triton", True, bind, ("_k",)))["triton"]
+    assert_no_number(row, "wrong while timing")
+
+
+def test_the_graph_has_tensors_of_its_own_for_every_call() -> None:
+    seen: list[set[int]] = []
+
+    def bind(args: Any) -> Any:
+        seen.append({a.data_ptr() for a in args if isinstance(a, torch.Tensor)})
+        return lambda: REFERENCE(*args)
+
+    run(Contender("triton", True, bind, ("_k",)))
+    assert len({min(one) for one in seen}) >= 16
+
+
+def test_memory_is_soiled_between_binding_and_calling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward's binding runs the forward, which would take the soiled memory for itself."""
+    order: list[str] = []
+    soil = measuring._soil
+
+    def soiling(truths: Any, dtype: Any) -> None:
+        order.append(f"soil {len(truths)}")
+        soil(truths, dtype)
+
+    def bind(args: Any) -> Any:
+        order.append("bind")
+        return lambda: (order.append("call"), REFERENCE(*args))[1]
+
+    monkeypatch.setattr(measuring, "_soil", soiling)
+    of = replace(subject(), contenders=(Contender("triton", True, bind, ("_k",)),))
+    measure(of, bench(of, {}))
+    assert order[:3] == ["bind", "soil 1", "call"]
+    assert order[-3:] == ["bind", "soil 1", "call"]
+
+
+def test_who_raises_while_being_timed_is_dropped_and_the_others_go_on() -> None:
+    calls: list[int] = []
+
+    def tired(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 5:
+            raise RuntimeError("too hot")
+        return REFERENCE(x, dim, dtype)
+
+    class Breaking(fake_bench.Clock):
+        def _samples(self, way: str, named: Any, rounds: int) -> Any:
+            for name, call in named.items():
+                if name == "liger":
+                    try:
+                        call()
+                    except RuntimeError as e:
+                        raise timing.Broken(name, e) from e
+            return super()._samples(way, named, rounds)
+
+    hot = Contender("liger", False, lambda args: lambda: tired(*args))
+    of = replace(subject(), contenders=(*subject().contenders, hot))
+    made = replace(bench(of, {}), clock=Breaking(bench(of, {}).clock.us))
+    rows = {row.contender: row for row in measure(of, made)}
+    assert rows["liger"].state == "refused"
+    assert "too hot" in rows["liger"].reason
+    assert rows["eager"].state == "ok"
+    assert rows["eager"].us
+
+
+def test_warmup_and_seed_are_what_was_asked_for() -> None:
+    calls: list[float] = []
+
+    def counting(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+        calls.append(float(x[0, 0]))
+        return REFERENCE(x, dim, dtype)
+
+    def first_values(warmup: int, seed: int) -> list[float]:
+        calls.clear()
+        run(ours(counting), warmup=warmup, seed=seed)
+        return list(calls)
+
+    few, many = first_values(2, 0), first_values(9, 0)
+    assert len(many) - len(few) == 7
+    assert few[0] == many[0] != first_values(2, 5)[0]
 
 
 # --- lies about what ran -------------------------------------------------------------------------
@@ -218,6 +311,43 @@ def test_a_noisy_row_is_flagged() -> None:
     assert any(flag.startswith("noisy: two passes differ by") for flag in row.flags)
     steady = measure(of, bench(of, {"triton": slow}, second={"triton": slow * 1.02}))[0]
     assert steady.flags == ()
+
+
+def test_half_a_measurement_is_flagged() -> None:
+    """The host was late for most samples, or for a whole pass."""
+    of = with_ours(subject(), ours(REFERENCE))
+
+    class Late(fake_bench.Clock):
+        def _samples(self, way: str, named: Any, rounds: int) -> Any:
+            found = super()._samples(way, named, rounds)
+            return {n: t if self.passes[way] == 1 else [] for n, t in found.items()}
+
+    made = replace(bench(of, {}), clock=Late(bench(of, {}).clock.us))
+    row = measure(of, made)[0]
+    assert any(flag.startswith("noisy: only") for flag in row.flags)
+
+
+def test_a_roof_that_did_less_is_scaled() -> None:
+    of = subject("relu", (256, 4096))
+
+    class Rounded(fake_bench.Roofs):
+        def beside(self, *facts: Any) -> Any:
+            return [replace(r, scale=2.0) for r in super().beside(*facts)]
+
+    row = measure(of, replace(bench(of, {}), roofs=Rounded()))[0]
+    plain = measure(of, bench(of, {}))[0]
+    assert row.roof_us == pytest.approx(2 * (plain.roof_us or 0))
+
+
+def test_ours_is_not_excused_by_what_a_rival_may_save() -> None:
+    of = subject("relu", (512, 4096), phase="backward")
+    honest = next(c for c in of.contenders if c.name == "eager")
+    lying = Contender("triton", True, honest.bind, ("_k",))
+    fast = of.traffic.total / 4.8e12 * 1e6 * 0.99
+    rows = measure(with_ours(of, lying), bench(of, {"triton": fast, "eager": fast}))
+    by_name = {row.contender: row for row in rows}
+    assert_no_number(by_name["triton"], "above physics")
+    assert by_name["eager"].state == "ok"
 
 
 MANY, FEW = Traffic(2**28, 2**28), Traffic(2**20, 2**20)  # 512 MiB, 2 MiB
@@ -294,8 +424,9 @@ def test_a_rival_may_round_more_often_and_says_so() -> None:
         truth = of.truth(args)[0]
         return (truth.wanted + 3 * truth.bound).float()
 
-    def foreign(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
-        return torch.softmax(2 * x, dim)
+    def foreign(*args: Any) -> torch.Tensor:
+        truth = of.truth(args)[0]
+        return (truth.wanted + 20 * truth.bound).float()
 
     def rival(name: str, call: Any) -> Contender:
         return Contender(name, False, lambda args: lambda: call(*args))

@@ -188,7 +188,7 @@ def test_a_speedup_needs_the_whole_field(record: Record) -> None:
     vendor = one(rows, contender="vendor")
     for broken, why in (
         (None, "vendor was not measured"),
-        (replace(vendor, state="refused", reason="wrong"), "vendor was refused: wrong"),
+        (replace(vendor, state="refused", reason="wrong"), "vendor has no number: wrong"),
         (replace(vendor, state="unavailable", us=None), "vendor has no number"),
     ):
         others = [r for r in rows if r is not vendor] + ([broken] if broken else [])
@@ -202,7 +202,7 @@ def test_a_speedup_needs_the_whole_field(record: Record) -> None:
     assert {row["speed-up"] for row in ours} == {NO_NUMBER}
     assert 'title="no speed-up: vendor was not measured"' in text
     svgs = re.findall(r"<svg.*?</svg>", text, re.S)
-    (picture,) = [text for text in svgs if "best of ours</title>" in text]
+    (picture,) = [text for text in svgs if "/ ours</title>" in text]
     assert picture.count(f">{NO_NUMBER}</text>") == 3  # eager, compile and liger
 
 

@@ -137,9 +137,12 @@ def performance(root: Path) -> str:
         cells += [best.contender, micros(best.us or 0), f"{best.of_roof or 0:.0%}"]
         for name in rivals:
             ratio = contest.speedup(name)
-            cells.append(NO_NUMBER if ratio is None else f"{ratio:.2f}")
+            flagged = (
+                "*" if best.flags or (name in contest.rows and contest.rows[name].flags) else ""
+            )
+            cells.append(NO_NUMBER if ratio is None else f"{ratio:.2f}{flagged}")
         rows.append(cells)
-    heads = ("op", "case", "our fastest", "µs", "of roof", *(f"{n} / ours" for n in rivals))
+    heads = ("op", "case", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
     pictures = "\n\n".join(f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})"
                            for name, svg in _pictures(root).items())  # fmt: skip
     return f"{_table(heads, rows)}\n\n{_bench_words(found)}\n\n{pictures}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.bench.timing import Bind, Call, Samples, interleaved
+from tilewright.bench.timing import Bind, Call, Check, Samples, interleaved
 from tilewright.gpu import Gpu
 
 BURST = 20  # calls between two synchronisations when the host is timed
@@ -36,7 +36,7 @@ class CudaClock:
     def cold(self, calls: Mapping[str, Call], rounds: int) -> Samples:
         return self._flushed(calls, rounds, dict.fromkeys(calls, 1))
 
-    def graph(self, calls: Mapping[str, Bind], rounds: int) -> Samples:
+    def graph(self, calls: Mapping[str, Bind], rounds: int, check: Check) -> Samples:
         """Contenders that cannot be captured are left out."""
         graphs: dict[str, Captured] = {}
         for name, bind in calls.items():
@@ -45,25 +45,30 @@ class CudaClock:
                 graphs[name] = captured
         replays = {name: found.graph.replay for name, found in graphs.items()}
         counts = {name: len(found.calls) for name, found in graphs.items()}
-        return self._flushed(replays, rounds, counts)
+        samples = self._flushed(replays, rounds, counts)
+        for name, found in graphs.items():
+            check(name, found.results[-1])
+        return samples
 
     def _flushed(
         self, calls: Mapping[str, Call], rounds: int, counts: Mapping[str, int]
     ) -> Samples:
         needed = {name: self._spin_us(call) for name, call in calls.items()}
-        # none at first: behind a long call the host is ahead anyway, and a pause would cool the GPU
-        spins = dict.fromkeys(calls, 0.0)
+        # None at first: behind long calls the host is ahead anyway, and a pause cools the GPU. When
+        # somebody needs one everybody gets it: whoever rests longer runs at a higher clock.
+        spin = 0.0
 
         def take(name: str) -> Callable[[], float]:
+            nonlocal spin
             for _ in range(PATIENCE):
-                if spins[name]:
-                    torch.cuda._sleep(int(spins[name] * self._cycles))
+                if spin:
+                    torch.cuda._sleep(int(spin * self._cycles))
                 self._flush()
                 reading, late = _between_events(calls[name])
                 if not late:
                     return lambda: reading() / counts[name]
                 # the GPU had reached the start before the call was there: that timed the host
-                spins[name] = min(max(1.5 * spins[name], needed[name]), LONGEST_SPIN)
+                spin = min(max(1.5 * spin, needed[name]), LONGEST_SPIN)
             return lambda: math.nan  # it waits for the GPU inside
 
         found = _read(calls, rounds, take)
@@ -169,9 +174,12 @@ def capture(bind: Bind, *, keep_graph: bool = False) -> Captured | None:
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     results: list[Any] = []
     with torch.cuda.stream(stream):
-        calls = bind()
-        for call in calls[:2]:
-            call()
+        try:
+            calls = bind()
+            for call in calls[:2]:
+                call()
+        except Exception:
+            return None
         stream.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")
         failed = False

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def pair(a: Record, b: Record, fail_over: float = FAIL_OVER) -> Comparison:
     A pair is "slower" if the ratio is above 1 + fail_over and surely above 1, "faster" if that
     holds of its inverse. Else it is "same", or "noisy" if the interval reaches further than
     fail_over, so that such a change could not have been told from none. A row that had a time in
-    `a` and is "refused" in `b` is worse than any time.
+    `a` and is "refused" in `b`, or one of ours that is gone there, is worse than any time.
     """
     if not (math.isfinite(fail_over) and fail_over >= 0):
         raise InputError(
@@ -123,6 +123,12 @@ def pair(a: Record, b: Record, fail_over: float = FAIL_OVER) -> Comparison:
     keys = [key for key in rows_a if key in rows_b]
     sure = NormalDist().inv_cdf(1 - 0.025 / max(len(keys), 1))
     both = [_pair(rows_a[key], rows_b[key], found, sure) for key in keys]
+    cases_b = {row.case_key for row in rows_b.values()}
+    both += [
+        Pair(row, replace(row, state="unavailable"), "refused", "gone from a case that B measured")
+        for row in found.only_a
+        if row.ours and row.state == "ok" and row.case_key in cases_b
+    ]
     found.pairs = sorted((p for p in both if p.verdict), key=_badness)
     found.skipped = [p for p in both if not p.verdict]
     ratios = [p.ratio for p in found.pairs if p.ratio is not None and not p.ours]
@@ -140,7 +146,7 @@ def regressions(comparison: Comparison, only_ours: bool = True) -> list[Pair]:
 
 def _pair(a: Row, b: Row, of: Comparison, sure: float) -> Pair:
     """The verdict on one row; a change must be `sure` standard errors from none."""
-    if a.state == "ok" and b.state == "refused":
+    if a.state == "ok" and (b.state == "refused" or (b.ours and b.state == "unavailable")):
         return Pair(a, b, "refused", b.reason)
     for name, row in (("A", a), ("B", b)):
         if row.state != "ok":

@@ -1,7 +1,7 @@
 """The contenders of one case side by side: who is fastest, and whether anybody may say so.
 
 Tables, pictures and the report read a case through this. A speed-up needs the whole field: eager,
-compile and vendor present with a number, or unavailable with a reason.
+compile and vendor with a number each; of these only a vendor's kernel may not exist.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Contest:
 
     @property
     def best(self) -> Row | None:
-        """The fastest of ours."""
-        return _fastest(row for row in self.rows.values() if row.ours)
+        """What a user gets who names no backend; the fastest of ours if that was not measured."""
+        ours = [row for row in self.rows.values() if row.ours]
+        return _fastest(row for row in ours if row.automatic) or _fastest(ours)
 
     @property
     def best_rival(self) -> Row | None:
@@ -54,16 +55,16 @@ class Contest:
             row = self.rows.get(name)
             if row is None:
                 return f"{name} was not measured"
-            if row.state == "refused":
-                return f"{name} was refused: {row.reason or 'no reason given'}"
-            if not has_number(row) and not row.reason and not row.flags:
-                return f"{name} has no number, and nothing says why"
+            if has_number(row) or (name == "vendor" and row.state == "unavailable" and row.reason):
+                continue
+            why = row.reason or "; ".join(row.flags) or "nothing says why"
+            return f"{name} has no number: {why}"
         if self.best_rival is None:
             return "no rival has a number"
         return ""
 
     def speedup(self, rival: str) -> float | None:
-        """The rival's time over the best of ours; None where it may not be shown."""
+        """The rival's time over ours; None where it may not be shown."""
         row, best = self.rows.get(rival), self.best
         if self.barred or row is None or best is None or not has_number(row):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from typing import Any
@@ -27,16 +28,28 @@ REASONS = {  # NVML's bits
 }
 
 
-def state(index: int = 0) -> dict[str, Any]:
-    """Read once from nvidia-smi; empty without it. Nothing is ever set."""
+def state() -> dict[str, Any]:
+    """Of the first GPU that this process sees, read from nvidia-smi; empty without it.
+
+    Nothing is ever set.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
     query = [f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
     done = subprocess.run(
-        [tool, f"--id={index}", *query], capture_output=True, text=True, timeout=30, check=False
+        [tool, f"--id={_first_visible()}", *query],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     return parse(done.stdout) if done.returncode == 0 else {}
+
+
+def _first_visible() -> str:
+    """nvidia-smi numbers all GPUs, CUDA those it may see; both know a GPU's UUID."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
 def parse(line: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tilewright.spec import Args, Cost, Traffic
 from tilewright.verify.compare import Truth, Verdict
 
 SMALL = 64 * 2**20  # bytes moved below which a call is timed in a graph as well
-GRAPH_ROUNDS = 20  # replays a pass; each is a mean over many calls
+REPLAYS = 10  # a graph is replayed once for so many iterations: each is a mean over many calls
 LOOSE = 16.0  # a rival may round more often than we allow ourselves, up to so many tolerances
 
 
@@ -94,16 +94,17 @@ def _check(subject: Subject, args: Args, found: Mapping[str, _Candidate], when: 
             continue
         if truths is None:
             truths = subject.truth(args)
-        _soil(truths, subject.dtype)
         try:
             one.call = one.contender.bind(args)
+            _soil(
+                truths, subject.dtype
+            )  # after a backward's forward has taken what memory it needs
             verdict = judge(truths, one.call())
         except TilewrightError as e:
             one.drop("unavailable", str(e))
             continue
         except Exception as e:
-            state = "refused" if one.contender.ours else "unavailable"
-            one.drop(state, f"{when} timing it raised {type(e).__name__}: {str(e)[:300]}")
+            one.drop("refused", f"{when} timing it raised {type(e).__name__}: {str(e)[:300]}")
             continue
         _take_verdict(one, verdict, when)
 
@@ -123,8 +124,8 @@ def _take_verdict(one: _Candidate, verdict: Verdict, when: str) -> None:
 def _soil(truths: Sequence[Truth], dtype: torch.dtype) -> None:
     """Leave NaN where the next result will be allocated, so that what nobody writes shows."""
     soil = float("nan") if dtype.is_floating_point else 77
-    for truth in truths:
-        torch.empty(truth.wanted.shape, dtype=dtype, device=truth.wanted.device).fill_(soil)
+    blocks = [torch.empty_like(truth.wanted, dtype=dtype).fill_(soil) for truth in truths]
+    del blocks  # all at once: each result finds one
 
 
 def _warm(found: Mapping[str, _Candidate], count: int) -> None:
@@ -163,6 +164,13 @@ def _time(subject: Subject, bench: Bench, args: Args, found: Mapping[str, _Candi
     if not alive:
         return _Times()
     small = subject.traffic.total < SMALL
+    truths = subject.truth(args) if small else []
+
+    def check(name: str, results: Any) -> None:
+        """What the last call of a graph left behind, on its own copy of the arguments."""
+        if name in alive:
+            _take_verdict(alive[name], judge(truths, results), "while")
+
     sets = sets_for(subject.traffic, bench.gpu.l2_bytes) if small else 1
     roofs = bench.roofs.beside(subject.traffic, subject.cost, sets)
     calls: dict[str, Call] = {name: one.call for name, one in alive.items()}
@@ -177,8 +185,15 @@ def _time(subject: Subject, bench: Bench, args: Args, found: Mapping[str, _Candi
         copies = [args, *(_copy(args) for _ in range(sets - 1))]
         many = {name: partial(_bind_all, one.contender, copies) for name, one in alive.items()}
         many |= {_roof(r): partial(_bind_roof, r, sets) for r in roofs}
-        ways["graph"] = lambda: bench.clock.graph(many, GRAPH_ROUNDS)
-    return _Times(roofs, [{way: take() for way, take in ways.items()} for _ in range(2)])
+        replays = max(-(-bench.iters // 2) // REPLAYS * 2, 4)
+        ways["graph"] = lambda: bench.clock.graph(many, replays, check)
+    try:
+        return _Times(roofs, [{way: take() for way, take in ways.items()} for _ in range(2)])
+    except timing.Broken as e:
+        if e.name not in alive:
+            raise
+        alive[e.name].drop("refused", f"while it was timed it raised {e}")
+        return _time(subject, bench, args, found)  # once more, without it
 
 
 def _bind_all(contender: Contender, copies: Sequence[Args]) -> list[Call]:
@@ -242,6 +257,7 @@ def _row(
         phase=subject.phase,
         contender=name,
         ours=one.contender.ours,
+        automatic=one.contender.automatic,
         state=one.state,
         reason=one.reason,
         flags=one.flags,
@@ -298,6 +314,8 @@ def _with_times(
         return replace(row, flags=tuple(flags))
     if timing.is_noisy(found):
         flags.append(f"noisy: two passes differ by {found.spread:.1%}")
+    if len(found.passes) < 2 or (method == "cold" and found.n < bench.iters / 2):
+        flags.append(f"noisy: only {found.n} samples in {len(found.passes)} passes")
     seen = None if row.kernels == () and row.ran == "" else len(row.kernels)
     least = subject.traffic if row.ours else subject.least
     call = guard.Timed(found.median, subject.traffic, least, subject.cost, seen)

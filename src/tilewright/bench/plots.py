@@ -285,12 +285,12 @@ def _name_ops(axes: Axes, rows: Sequence[Row], taken: list[Box]) -> None:
 
 
 def speedups(rows: Sequence[Row]) -> list[Picture]:
-    """One heatmap per op and phase: a rival's time over the best of ours, case by case."""
+    """One heatmap per op and phase: a rival's time over ours, case by case."""
     ready = [contest for contest in contests(rows) if contest.best]
     by_op = grouped(ready, lambda contest: (contest.first.op, contest.first.phase))
     slug = canvas.slug
     return [
-        heatmap(its, f"{op} {phase}: rival's time / best of ours", slug("speedup", op, phase))
+        heatmap(its, f"{op} {phase}: rival's time / ours", slug("speedup", op, phase))
         for (op, phase), its in by_op.items()
         if any(not row.ours for contest in its for row in contest.rows.values())
     ]
@@ -360,7 +360,7 @@ def _cell_words(contest: Contest, rival: str) -> str:
 
 def _heat_words(its: Sequence[Contest], rivals: Sequence[str]) -> str:
     found = [(r, c, rival) for c in its for rival in rivals if (r := c.speedup(rival)) is not None]
-    words = f"Best of ours against {', '.join(rivals)} at {count(len(its), 'case')}: "
+    words = f"Ours against {', '.join(rivals)} at {count(len(its), 'case')}: "
     if not found:
         return f"{words}no speed-up may be shown."
     low, high = min(found, key=lambda f: f[0]), max(found, key=lambda f: f[0])

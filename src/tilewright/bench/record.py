@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Row:
     state: str  # "ok", "refused" (measured or not, it gets no number), "unavailable"
     reason: str = ""  # why it is not "ok"
     flags: tuple[str, ...] = ()  # what to know before believing the number
+    automatic: bool = False  # what a call takes that names no backend
     ran: str = ""  # the backend whose kernels were really launched
     kernels: tuple[str, ...] = ()  # what one call launches, read off a captured CUDA graph
     bytes_read: int = 0  # counted from the tensors: each input once
@@ -119,22 +120,25 @@ class Record:
 
 
 class Writer:
-    """Appends to a record, one whole line at a time."""
+    """Appends to a record, whole lines at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
-        line = json.dumps({"kind": kind, **_plain(facts)}, allow_nan=False) + "\n"
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        self._append([{"kind": kind, **facts}])
 
     def rows(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self.write("row", asdict(row))
+        """All rows of a case at once: half a case would be taken for a whole one."""
+        self._append([{"kind": "row", **asdict(row)} for row in rows])
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read(path: Path | str) -> Record:
@@ -159,15 +163,20 @@ def read(path: Path | str) -> Record:
                     )
                 facts["environment"]["gpu"]  # every reader needs it: a KeyError here is damage
                 record = record or Record(path, facts)
+                if record.gpu != str(facts["environment"]["gpu"]):
+                    raise _damaged(path, number, "is of another GPU than the first")
                 record.roofs = []  # a run that was resumed measured them again
             elif record is None:
                 raise _damaged(path, number, "comes before the line of the run")
             elif kind == "roof":
+                _typed(facts, Roof)
                 record.roofs.append(Roof(**facts))
             elif kind == "row":
                 record.rows.append(_row(facts))
-            else:
+            elif kind == "end":
                 record.end = facts
+            else:
+                raise _damaged(path, number, f"is of an unknown kind, {kind!r}")
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             if isinstance(e, InputError):
                 raise
@@ -195,10 +204,35 @@ def _damaged(path: Path, number: int, what: str) -> InputError:
     )
 
 
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("str",), (str,)),
+    **dict.fromkeys(("int", "float", "float | None"), (int, float)),
+    **dict.fromkeys(("bool",), (bool,)),
+    **dict.fromkeys(("tuple[str, ...]", "tuple[float, ...]"), (list, tuple)),
+    **dict.fromkeys(("Mapping[str, Any]", "Stats | None"), (dict,)),
+}
+
+
+def _typed(facts: Mapping[str, Any], of: type) -> None:
+    """A record may have been edited by hand: what is no number must not be taken for one."""
+    for field_ in fields(of):
+        kind, value = str(field_.type), facts.get(field_.name)
+        if value is None and ("None" in kind or field_.name not in facts):
+            continue
+        if not isinstance(value, KINDS[kind]) or (kind != "bool" and isinstance(value, bool)):
+            raise TypeError(f"{field_.name} is {value!r}")
+        numbers: Any = value if kind == "tuple[float, ...]" else [value] if "float" in kind else []
+        for number in numbers:
+            if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
+                raise ValueError(f"{field_.name} holds {number!r}")
+
+
 def _row(facts: dict[str, Any]) -> Row:
+    _typed(facts, Row)
     for name in ("cold", "graph", "host", "cpu"):
         if facts.get(name):
-            facts[name] = Stats(**{**facts[name], "passes": tuple(facts[name]["passes"])})
+            _typed(facts[name], Stats)
+            facts[name] = Stats(**{**facts[name], "passes": tuple(facts[name].get("passes", ()))})
     for name in ("flags", "kernels", "samples"):
         facts[name] = tuple(facts.get(name, ()))
     if facts["state"] not in STATES:
@@ -215,8 +249,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value if isinstance(value, (str, int, bool, type(None))) else str(value)
-
-
-def required(of: type) -> list[str]:
-    """Fields that a line must have: those without a default."""
-    return [f.name for f in fields(of) if f.default is MISSING and f.default_factory is MISSING]

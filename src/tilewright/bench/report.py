@@ -396,7 +396,7 @@ def readme_pictures(record: Record) -> dict[str, str]:
     if chosen:
         first = chosen[0].first
         part = "" if len(chosen) == of else f"; {len(chosen)} of {of} cases, spaced by size"
-        title = f"{gpu}, {first.phase} {first.dtype}: rival's time / best of ours{part}"
+        title = f"{gpu}, {first.phase} {first.dtype}: rival's time / ours{part}"
         found.append(plots.heatmap(chosen, title, "speedup", lambda row: f"{row.op}  {row.case}"))
     found += plots.bandwidth(record.rows, record.roofs, f" on {gpu}")
     return {

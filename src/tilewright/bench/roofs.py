@@ -91,7 +91,9 @@ class DeviceRoofs:
         empty = {EMPTY: _empty_call()}
         launch = {
             "cold": clock.cold(empty, SURVEY_ROUNDS)[EMPTY],
-            "graph": clock.graph({EMPTY: lambda: [_empty_call()] * 64}, SURVEY_ROUNDS)[EMPTY],
+            "graph": clock.graph(
+                {EMPTY: lambda: [_empty_call()] * 64}, SURVEY_ROUNDS, lambda name, results: None
+            )[EMPTY],
         }
         for method, samples in launch.items():
             roofs.append(Roof(f"{EMPTY}, {method}", "us", stats(samples).median))

@@ -86,9 +86,10 @@ def to_resume(folder: Path, gpu: Gpu, settings: dict[str, Any]) -> Record:
         )
     same = ("tilewright", "source", "torch", "triton")
     here = doctor.environment()
-    before = {k: found.run["settings"].get(k) for k in ("warmup", "iters", "seed")}
+    asked = ("warmup", "iters", "seed", "backends", "baselines")
+    before = {k: found.run["settings"].get(k) for k in asked}
     before |= {k: found.run["environment"].get(k) for k in same}
-    now = {k: here[k] if k in same else settings[k] for k in before}
+    now = {k: here[k] if k in same else _as_read(settings.get(k)) for k in before}
     for name, value in before.items():
         if value != now[name]:
             raise InputError(
@@ -96,6 +97,11 @@ def to_resume(folder: Path, gpu: Gpu, settings: dict[str, Any]) -> Record:
                 f"{now[name]}. Give the same options and code, or another --out."
             )
     return found
+
+
+def _as_read(value: Any) -> Any:
+    """A tuple comes back from a record as a list."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def run(
@@ -175,7 +181,7 @@ def _measured(job: Job, bench: Bench) -> list[Row]:
     except torch.OutOfMemoryError as e:
         op, case, dtype, phase = job.key
         reason = f"not enough memory on this GPU: {str(e).splitlines()[0][:200]}"
-        return [Row(op, case, job.dims, dtype, phase, "all", False, "refused", reason)]
+        return [Row(op, case, job.dims, dtype, phase, "all", True, "refused", reason)]
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ class Contender:
     ours: bool
     bind: Callable[[Args], Call]
     launches: tuple[str, ...] = ()  # kernels that must be seen when it runs
+    automatic: bool = False  # what a call takes that names no backend
     missing: str = ""  # why it cannot compete; then it is only listed
 
 
@@ -124,6 +125,7 @@ def of_op(
 
 def _ours(op: Op, meta: Args, phase: str, gpu: Gpu | None, wish: Wish) -> list[Contender]:
     found = []
+    plain = dispatch.choose(op, meta, gpu=gpu).backend.name
     for backend in op.backends:
         if backend.technology == "torch" or not wish.backend(backend.name):
             continue
@@ -140,7 +142,8 @@ def _ours(op: Op, meta: Args, phase: str, gpu: Gpu | None, wish: Wish) -> list[C
         except TilewrightError as e:
             launches, missing = (), str(e)
         call = _as_called(op, backend.name)
-        found.append(Contender(backend.name, True, _binder(op, call, phase), launches, missing))
+        bind, first = _binder(op, call, phase), backend.name == plain
+        found.append(Contender(backend.name, True, bind, launches, first, missing))
     return found
 
 

@@ -41,11 +41,6 @@ class Work:
         """What a record's rows of it have in common."""
         return self.op.name, self.case.name, str(self.dtype).removeprefix("torch."), self.phase
 
-    @property
-    def title(self) -> str:
-        op, case, dtype, phase = self.key
-        return f"{op} {phase}, {case}, {dtype}"
-
 
 def plan(
     ops: Sequence[str],
@@ -61,14 +56,14 @@ def plan(
     kinds = [DTYPES[one_of("--dtype", name, DTYPES)] for name in dtypes]
     phases = [PHASES[one_of("--mode", name, PHASES)] for name in modes]
     found = []
-    for name in ops or registry():
+    for name in dict.fromkeys(ops or registry()):
         op = registry()[name]
         cases = [_given(op, text) for text in shapes] or suite_cases(op, suite)
         for phase in dict.fromkeys(phases):
             if phase == "backward" and op.autograd is None:
                 continue
             found += [Work(op, c, d, phase) for c in cases for d in dict.fromkeys(kinds)]
-    return found
+    return list({work.key: work for work in found}.values())
 
 
 def _given(op: Op, text: str) -> Case:
@@ -82,7 +77,10 @@ def suite_cases(op: Op, suite: str) -> list[Case]:
         groups.setdefault(case.group, []).append(case)
     if suite == "quick":
         return [*groups.get("model", [])[:1], *groups.get("sweep", [])[:1]]
-    return groups.get(suite, [])
+    once: dict[str, Case] = {}  # models share layers: a shape is measured once
+    for case in groups.get(suite, []):
+        once.setdefault(dims.as_text(case.dims), case)
+    return list(once.values())
 
 
 def one_of(what: str, name: str, names: Mapping[str, Any] | Sequence[str]) -> str:

@@ -12,7 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tilewright.bench.contest import NO_NUMBER, Contest, contests, has_number, micros, size
+from tilewright.bench.contest import (
+    NO_NUMBER,
+    Contest,
+    contests,
+    device_stats,
+    has_number,
+    micros,
+    size,
+    verdict,
+)
 from tilewright.bench.record import Row, Stats
 
 HEADS = ("", "µs", "p20-p80", "GB/s", "of roof", "host µs", "CPU µs", "err/tol", "ours is")
@@ -48,7 +57,7 @@ def _table(contest: Contest) -> Table:
 
 
 def _cells(row: Row, contest: Contest, flops: bool) -> Iterator[str]:
-    found = {"graph": row.graph, "cold": row.cold}.get(row.method)
+    found = device_stats(row)
     rate = row.tflops if flops else row.gbps
     yield f"[bold]{row.contender}[/]" if row.ours else row.contender
     yield micros(row.us) if row.us else NO_NUMBER
@@ -69,7 +78,11 @@ def _speedup(row: Row, contest: Contest) -> str:
     ratio = contest.speedup(row.contender)
     if ratio is None:
         return NO_NUMBER
-    colour = "green" if ratio > 1.02 else "red" if ratio < 0.98 else ""
+    return _coloured(ratio)
+
+
+def _coloured(ratio: float) -> str:
+    colour = COLOURS[verdict(ratio)]
     return f"[{colour}]{ratio:.2f}x[/]" if colour else f"{ratio:.2f}x"
 
 
@@ -109,8 +122,7 @@ def head_to_head(rows: Iterable[Row], first: str, second: str) -> Table:
     for pair in versus(rows, first, second):
         a, b, ratio = pair["first"], pair["second"], pair["ratio"]
         ratios.append(ratio)
-        colour = "green" if ratio > 1.02 else "red" if ratio < 0.98 else "default"
-        cells = (micros(a.us), micros(b.us), f"[{colour}]{ratio:.2f}x[/]")
+        cells = (micros(a.us), micros(b.us), _coloured(ratio))
         where = f"{a.op} {a.phase}, {a.case}, {a.dtype}"
         table.add_row(escape(where), f"{cells[0]} µs", f"{cells[1]} µs", cells[2])
     if ratios:

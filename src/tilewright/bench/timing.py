@@ -18,6 +18,15 @@ NOISE = 0.03  # passes whose medians differ by more make a row noisy
 Call = Callable[[], Any]
 Bind = Callable[[], Sequence[Call]]  # makes the calls of one graph
 Samples = dict[str, list[float]]  # microseconds of one call, by contender
+Check = Callable[[str, Any], None]  # takes a contender's name and what its last call returned
+
+
+class Broken(Exception):
+    """A contender raised while it was timed; the others can go on without it."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {str(error)[:300]}")
+        self.name = name
 
 
 class Clock(Protocol):
@@ -26,8 +35,9 @@ class Clock(Protocol):
     def cold(self, calls: Mapping[str, Call], rounds: int) -> Samples:
         """Device time of one call by events, nothing of it in L2."""
 
-    def graph(self, calls: Mapping[str, Bind], rounds: int) -> Samples:
-        """Device time of one call by a graph of many, each on tensors of its own."""
+    def graph(self, calls: Mapping[str, Bind], rounds: int, check: Check) -> Samples:
+        """Device time of one call by a graph of many, each on tensors of its own. What the last
+        call of each graph returned goes to `check`."""
 
     def host(self, calls: Mapping[str, Call], rounds: int) -> Samples:
         """Wall time of one call among many, awaited at the end."""
@@ -37,10 +47,18 @@ class Clock(Protocol):
 
 
 def rotating(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every name once a round; each round begins one name later than the last."""
+    """Every name once a round, in an order that moves on by one from round to round.
+
+    The first round goes to and fro (0, n-1, 1, n-2, ...), so that in n rounds everybody stands at
+    every place and follows everybody else equally often: once if n is even, and if it is odd,
+    within two turns of n, the second backwards (Williams's design).
+    """
+    count = len(names)
+    ends = [(i // 2 if i % 2 == 0 else count - 1 - i // 2) for i in range(count)]
     for turn in range(rounds):
-        start = turn % len(names) if names else 0
-        yield from (*names[start:], *names[:start])
+        backwards = count % 2 == 1 and turn // max(count, 1) % 2 == 1
+        order = [names[(end + turn) % count] for end in ends]
+        yield from reversed(order) if backwards else order
 
 
 def interleaved(
@@ -49,7 +67,10 @@ def interleaved(
     """Take a sample of each in rotating order; readings are read after the last was taken."""
     pending: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     for name in rotating(names, rounds):
-        pending[name].append(take(name))
+        try:
+            pending[name].append(take(name))
+        except Exception as e:
+            raise Broken(name, e) from e
     return {name: [reading() for reading in readings] for name, readings in pending.items()}
 
 

@@ -32,13 +32,18 @@ app = typer.Typer()
 INTERRUPTED = 130  # as a shell says it
 
 
-def _file(option: str, what: str) -> Any:
-    return typer.Option(option, help=what, callback=lambda path: writable(path, option))
+def _file(option: str, what: str, suffix: str = "") -> Any:
+    def checked(path: Path | None) -> Path | None:
+        if path is not None and suffix and path.suffix.lower() != suffix:
+            fail(f"{option}: {path} has another ending; name a file that ends in {suffix}.")
+        return writable(path, option)
+
+    return typer.Option(option, help=what, callback=checked)
 
 
-Csv = Annotated[Path | None, _file("--csv", "Write the rows here as CSV.")]
-Html = Annotated[Path | None, _file("--html", "Write a report here: one offline page.")]
-Png = Annotated[Path | None, _file("--png", "Write the pictures here.")]
+Csv = Annotated[Path | None, _file("--csv", "Write the rows here as CSV; '-' for stdout.")]
+Html = Annotated[Path | None, _file("--html", "Write a report here: one offline page.", ".html")]
+Png = Annotated[Path | None, _file("--png", "Write the pictures here.", ".png")]
 
 
 @app.command()
@@ -95,11 +100,20 @@ def bench(
     if not works:
         fail("bench: nothing to measure: no case of these ops fits.", 1)
     here = gpus.detect()
+    if yardsticks and (ops or shape):
+        fail("bench: --yardsticks measures no op. Leave out the ops, or the option.")
+    if yardsticks and here is None:
+        fail("bench: --yardsticks needs a GPU, and torch sees none here.", 1)
     if here is None or gpu is not None:
-        _without_gpu(works, or_exit(lambda: gpus.pretend(gpu or "h200")), here is None, json_to)
+        unused = [n for n, path in (("csv", csv), ("html", html), ("png", png)) if path]
+        named = or_exit(lambda: gpus.pretend(gpu or "h200"))
+        _without_gpu(works, named, here is None, unused, json_to)
         return
     _folder(out)
-    settings = {"suite": suite, "warmup": warmup, "iters": iters, "seed": seed}
+    settings = {
+        **{"suite": suite, "warmup": warmup, "iters": iters, "seed": seed},
+        **{"backends": wish.backends, "baselines": wish.baselines},
+    }
     jobs = _yardsticks() if yardsticks else _jobs(works, wish, here)
     result = _measure(jobs, here, settings, out, resume, max_seconds)
     _show(result, pair, json_to)
@@ -124,7 +138,10 @@ def compare(
     from tilewright.bench import record
 
     found = or_exit(lambda: room.pair(record.read(before), record.read(after), fail_over=fail_over))
+    _keep_apart([found.a.path, found.b.path], json_to)
     emit(room.table(found), room.as_dict(found), json_to)
+    if not found.pairs:
+        fail("compare: no row has a time in both records; there is nothing to compare.")
     raise typer.Exit(int(bool(room.regressions(found, only_ours=not everybody))))
 
 
@@ -144,10 +161,12 @@ def report(
         html = writable(Path("report.html"), "--html")
     _need(("matplotlib", "jinja2"), html, png)
     rows = [row for one in found for row in one.rows]
+    _keep_apart([one.path for one in found], csv, html, png, json_to)
+    told = "\n".join(f"{one.path} ({one.gpu}): {tables.summary(one.rows)}" for one in found)
     if json_to is not None:
-        emit(tables.summary(rows), [asdict(row) for row in rows], json_to)
+        emit(told, [asdict(row) for row in rows], json_to)
     elif csv is None or str(csv) != "-":
-        console.print(tables.summary(rows), highlight=False)
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
     _write_files(found, csv, html, png)
 
 
@@ -296,6 +315,12 @@ def _save(option: str, path: Path, write: Callable[[], Any]) -> None:
     console.print(f"[dim]written to {escape(str(path))}[/]", soft_wrap=True)
 
 
+def _keep_apart(records: Sequence[Path], *wanted: Path | None) -> None:
+    for path in wanted:
+        if path is not None and any(path.resolve() == r.resolve() for r in records):
+            fail(f"report: {path} is a record; it must not be overwritten. Name another file.")
+
+
 def _need(packages: Sequence[str], *wanted: Path | None) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing and any(wanted):
@@ -333,8 +358,10 @@ def _backends(
 
     ours = {b.name for w in works for b in w.op.backends if b.technology != "torch"}
     known = sorted(ours | {name.partition("_")[0] for name in ours})
-    for name in (*(_words(text) if text else ()), *(pair or ())):
-        one_of("--backends" if text else "--head-to-head", name, known)
+    for name in _words(text) if text is not None else ():
+        one_of("--backends", name, known)
+    for name in pair or ():
+        one_of("--head-to-head", name, known)
     if text is None:
         return None
     asked = _words(text)
@@ -349,10 +376,12 @@ def _baselines(text: str | None) -> tuple[str, ...] | None:
         return None
     if text == "none":
         return ()
-    return tuple(one_of("--baselines", name, (*rivals.NAMES, "none")) for name in _words(text))
+    return tuple(one_of("--baselines", name, rivals.NAMES) for name in _words(text))
 
 
-def _without_gpu(works: Sequence[Any], gpu: Any, none_here: bool, json_to: Path | None) -> None:
+def _without_gpu(
+    works: Sequence[Any], gpu: Any, none_here: bool, unused: list[str], json_to: Path | None
+) -> None:
     """What can be done without one: compile, check in the interpreter, predict."""
     from tilewright.bench import predict
 
@@ -368,8 +397,10 @@ def _without_gpu(works: Sequence[Any], gpu: Any, none_here: bool, json_to: Path 
     emit(predict.table(predictions, gpu), record, json_to)
     where = errors if str(json_to) == "-" else console
     why = "there is no GPU here" if none_here else "a prediction was asked for"
+    no_file = f" No {' or '.join(unused)} file was written." if unused else ""
     where.print(
-        f"Nothing was timed: {why}. {compiled['words']}; {checked['words']}.", soft_wrap=True
+        f"Nothing was timed: {why}.{no_file} {compiled['words']}; {checked['words']}.",
+        soft_wrap=True,
     )
     raise typer.Exit(int(bool(checked["failures"] or compiled["violations"])))
 

@@ -16,7 +16,6 @@ from rich.table import Column, Table
 from tilewright.cli.console import Json, Ops, emit, errors, fail, or_exit, progress_bar
 
 app = typer.Typer()
-MOST_ELEMENTS = 2**60  # what torch can describe, whatever the dtype
 
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes; by default one per core, or one on a GPU.")
@@ -216,6 +215,7 @@ def compile_matrix(
 
 
 def _shape(text: str) -> tuple[int, ...]:
+    from tilewright.dims import MOST_ELEMENTS
     from tilewright.errors import InputError
 
     sizes = text.split(",")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewright.dims import as_text
+from tilewright.dims import DTYPES, as_text
 from tilewright.errors import InputError
 from tilewright.ops import registry
 from tilewright.spec import Op
@@ -74,7 +74,7 @@ def backends(op: Op) -> tuple[str, ...]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+    found = DTYPES.get(name, getattr(torch, name, None))
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InputError(f"profile: dtype is {name!r}; it must be a floating dtype's name.")
     return found

@@ -38,6 +38,13 @@ def serves_all(*args: Any) -> str:
     return ""
 
 
+def last_dim_only(x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> str:
+    """What a softmax without dim and dtype refuses."""
+    if dim % x.dim() != x.dim() - 1:
+        return "it reduces the last dim only"
+    return "" if dtype in (None, x.dtype) else "it has no dtype argument"
+
+
 @dataclass(frozen=True)
 class Rival:
     """`call` takes the op's arguments; `refuses` says why it cannot take these, or nothing.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.bench.rivals import last_dim_only
+
 CASTINGS = {"torch": "gemma", "gemma": "gemma", "llama": "llama"}  # "gemma": float32 throughout
 
 
@@ -33,12 +35,6 @@ def _no_weight_add(x: Any, residual: Any, *rest: Any) -> str:
     return _no_weight(x, *rest)
 
 
-def _last_dim(x: Any, dim: int, dtype: Any) -> str:
-    if dim % x.dim() != x.dim() - 1:
-        return "it reduces the last dim only"
-    return "" if dtype in (None, x.dtype) else "it has no dtype argument"
-
-
 CALLS = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "softmax": softmax}
-REFUSES = {"rms_norm": _no_weight, "add_rms_norm": _no_weight_add, "softmax": _last_dim}
+REFUSES = {"rms_norm": _no_weight, "add_rms_norm": _no_weight_add, "softmax": last_dim_only}
 BINDS: tuple[str, ...] = ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.bench.rivals import last_dim_only
+
 
 def rms_norm(x: Any, weight: Any, eps: float, offset: float, casting: str) -> Any:
     from quack.rmsnorm import rmsnorm
@@ -27,12 +29,6 @@ def _no_llama(*args: Any) -> str:
     return "it has no casting of Llama's" if args[-1] == "llama" else ""
 
 
-def _last_dim(x: Any, dim: int, dtype: Any) -> str:
-    if dim % x.dim() != x.dim() - 1:
-        return "it reduces the last dim only"
-    return "" if dtype in (None, x.dtype) else "it has no dtype argument"
-
-
 CALLS = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "softmax": softmax}
-REFUSES = {"rms_norm": _no_llama, "add_rms_norm": _no_llama, "softmax": _last_dim}
+REFUSES = {"rms_norm": _no_llama, "add_rms_norm": _no_llama, "softmax": last_dim_only}
 BINDS: tuple[str, ...] = ()
