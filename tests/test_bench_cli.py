@@ -73,7 +73,7 @@ def test_places_that_cannot_be_written(two: Any, option: str) -> None:
     done = tw("report", two[0], option, path)
     assert done.exit_code == 2
     assert f"{option}: {path} cannot be written" in done.stderr
-    assert_one_line(tw("report", two[0], option, two[0].parent), option, "cannot be written")
+    assert_one_line(tw("report", two[0], option, two[0].parent), option, str(two[0].parent))
 
 
 def test_an_out_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, two: Any) -> None:

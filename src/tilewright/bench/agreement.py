@@ -22,9 +22,9 @@ from tilewright.bench.timing import stats
 
 COPIES = (256, 1024)  # MiB
 SQUARES = (4096, 8192)
-TURNS = 3  # of each clock, one after the other
-HEAT_MS = 300  # of calls before each turn: a GPU at its power limit slows down within that time
-TURN_MS = 300
+HEAT_MS = 500  # of calls before the first turn: a GPU at its power limit slows down within that
+TURNS = 12  # of each clock, one after the other
+TURN_MS = 60  # short, so that neither has a clock rate of its own
 
 
 def compare(subject: Subject, clock: CudaClock) -> dict[str, Any]:
@@ -33,11 +33,10 @@ def compare(subject: Subject, clock: CudaClock) -> dict[str, Any]:
 
     call = next(c for c in subject.contenders if c.name == "vendor").bind(subject.make(0))
     ours, theirs = [], []
+    once = do_bench(call, warmup=HEAT_MS, rep=TURN_MS, return_mode="median")
     for _ in range(TURNS):
-        theirs.append(do_bench(call, warmup=HEAT_MS, rep=TURN_MS, return_mode="median") * 1e3)
-        once = theirs[-1] / 1e3
-        clock.cold({"call": call}, round(HEAT_MS / once))
         ours.append(stats(clock.cold({"call": call}, round(TURN_MS / once))["call"]).median)
+        theirs.append(do_bench(call, warmup=1, rep=TURN_MS, return_mode="median") * 1e3)
     mine, other = statistics.median(ours), statistics.median(theirs)
     return {"case": subject.title, "ours_us": mine, "do_bench_us": other, "ratio": mine / other}
 
