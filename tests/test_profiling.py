@@ -251,7 +251,7 @@ def test_ncu_is_found_beside_path_and_the_newest_wins(
         ({"op": "sofmax"}, "softmax"),
         ({"backend": "tritn"}, "cuda_v2"),
         ({"dtype": "int32"}, "floating"),
-        ({"dtype": "bf16"}, "floating"),
+        ({"dtype": "bf61"}, "floating"),
         ({"phase": "sideways"}, "backward"),
         ({"tool": "nsys"}, "proton"),
         ({"mode": "slow"}, "quick"),
