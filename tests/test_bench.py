@@ -181,7 +181,9 @@ from tilewright.bench.roof_kernels import _stream, _mma, _fma
 for reads, writes in [(1, 0), (2, 1), (1, 1), (1, 2)]:
     tiles, words = 3, 64
     inp = torch.randint(-9, 9, (reads * tiles * words,), dtype=torch.int32)
-    out = torch.full((max(writes * words, 1) * tiles,), 77, dtype=torch.int32)
+    size = max(writes * words, 1) * tiles
+    room = torch.full((size + 256,), 77, dtype=torch.int32)
+    out = room[128:-128]
     _stream[(tiles,)](out, inp, tiles, READS=reads, WRITES=writes, BLOCK=words)
     mixed = inp.view(reads, tiles, words)[0]
     if reads == 2:
@@ -190,6 +192,7 @@ for reads, writes in [(1, 0), (2, 1), (1, 1), (1, 2)]:
         assert torch.equal(out.view(writes, tiles, words)[i], mixed)
     if not writes:
         assert out.tolist() == [reduce(xor, tile) for tile in mixed.tolist()]
+    assert (room[:128] == 77).all() and (room[-128:] == 77).all()  # no word beside its own
 a, b = torch.randn(16, 16), torch.randn(16, 16)
 out = torch.empty(2, 16)
 _mma[(2,)](out, a, b, 3, ACC=tl.float32, M=16, N=16, K=16)
