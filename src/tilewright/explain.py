@@ -17,7 +17,7 @@ from tilewright import gpu as gpus
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
-from tilewright.spec import Args, Op, as_tuple, on_meta
+from tilewright.spec import Args, Op, on_meta
 from tilewright.toolkit import recording
 
 
@@ -143,10 +143,8 @@ def kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
 def _backward(op: Op, args: Args, choice: dispatch.Choice) -> str | None:
     if op.autograd is None:
         return None
-    on_gpu = on_meta(args)
-    outputs = as_tuple(op.outputs(*on_gpu))
-    call = op.backward_call(on_gpu, outputs, outputs)
-    twin = op.autograd.op.backend(choice.backend.name) if choice.asked_by != "automatic" else None
+    backward, call = op.in_phase(args, "backward")
+    twin = backward.backend(choice.backend.name) if choice.asked_by != "automatic" else None
     wanted = twin.name if twin else None
-    found = dispatch.choose(op.autograd.op, call, backend=wanted, gpu=choice.gpu)
+    found = dispatch.choose(backward, call, backend=wanted, gpu=choice.gpu)
     return found.backend.name

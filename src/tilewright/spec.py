@@ -176,6 +176,20 @@ class Op:
         kept = tuple(args[i] if from_args else outputs[i] for from_args, i in self.kept_places)
         return (*grads, *rule.saved(kept, args[0].dtype, args[self.tensor_count :], needs))
 
+    def in_phase(self, args: Args, phase: str) -> tuple[Op, Args]:
+        """The op that runs in a phase, and its arguments, on tensors without data."""
+        if phase == "forward":
+            return self, args
+        assert self.autograd is not None
+        meta = on_meta(args)
+        outputs = as_tuple(self.outputs(*meta))
+        return self.autograd.op, self.backward_call(meta, outputs, outputs)
+
+    def cost_in(self, dims: Mapping[str, Any], dtype: torch.dtype, phase: str) -> Cost:
+        """The arithmetic of a phase: each product of a forward has two in its backward."""
+        cost = self.cost(dims, dtype) if self.cost else Cost(0.0)
+        return cost if phase == "forward" else Cost(2 * cost.flops, cost.unit)
+
     @property
     def kept_places(self) -> tuple[tuple[bool, int], ...]:
         """For each tensor to save: (is it an argument, its place there or among the results)."""

@@ -32,8 +32,12 @@ class Floor:
 
     @property
     def name(self) -> str:
-        named = {self.launch: "empty launch", self.stream: self.stream_name}
-        return {**named, self.compute: self.compute_name}[self.us]
+        named = {
+            self.compute_name: self.compute,
+            self.stream_name: self.stream,
+            "empty launch": self.launch,
+        }
+        return max(named, key=lambda name: named[name])
 
     @property
     def bound(self) -> str:

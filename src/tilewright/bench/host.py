@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from itertools import cycle
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 import tilewright
 from tilewright import doctor
+from tilewright.bench import timing
 
 ROWS, COLUMNS, EPS = 128, 1024, 1e-6
 BURST = 25  # calls between two synchronisations
@@ -58,31 +58,24 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
 
 def measure(calls: Contenders, count: int, wait: Callable[[], None]) -> dict[str, dict[str, float]]:
     """Median, p20 and p80 of each contender's CPU time in microseconds, over `count` calls."""
-    times: dict[str, list[int]] = {name: [] for name in calls}
-    names = list(calls)
-    for name in names:
+    times: timing.Samples = {name: [] for name in calls}
+    for call in calls.values():
         for _ in range(20):
-            calls[name]()
+            call()
     clock = time.perf_counter_ns
-    for round_number in range(-(-count // BURST)):
-        turn = round_number % len(names)
-        for name in names[turn:] + names[:turn]:
-            call, taken = calls[name], times[name]
-            wait()
-            call()  # the first call after a wait pays for it
-            for _ in range(BURST):
-                start = clock()
-                call()
-                taken.append(clock() - start)
-    found = {}
+    for name in timing.rotating(list(calls), -(-count // BURST)):
+        call, taken = calls[name], times[name]
+        wait()
+        call()  # the first call after a wait pays for it
+        for _ in range(BURST):
+            start = clock()
+            call()
+            taken.append((clock() - start) / 1e3)
+    found: dict[str, dict[str, float]] = {}
     for name, taken in times.items():
-        cuts = statistics.quantiles(taken, n=10)
-        found[name] = {
-            "median_us": statistics.median(taken) / 1e3,
-            "p20_us": cuts[1] / 1e3,
-            "p80_us": cuts[7] / 1e3,
-            "calls": len(taken),
-        }
+        of = timing.stats(taken)
+        facts = {"median_us": of.median, "p20_us": of.p20, "p80_us": of.p80, "calls": of.n}
+        found[name] = facts
     for facts in found.values():
         facts["over_torch"] = facts["median_us"] / found["torch"]["median_us"]
     return found

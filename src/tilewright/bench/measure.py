@@ -96,9 +96,8 @@ def _check(subject: Subject, args: Args, found: Mapping[str, _Candidate], when: 
             truths = subject.truth(args)
         try:
             one.call = one.contender.bind(args)
-            _soil(
-                truths, subject.dtype
-            )  # after a backward's forward has taken what memory it needs
+            # only now: a backward is bound by its forward, which takes memory for itself
+            _soil(truths, subject.dtype)
             verdict = judge(truths, one.call())
         except TilewrightError as e:
             one.drop("unavailable", str(e))

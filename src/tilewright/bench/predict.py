@@ -1,8 +1,7 @@
 """Without a GPU: what each case should take, from the datasheet's roofline of a named one.
 
 A prediction is bytes over bandwidth or flops over rate, whichever is longer. It is a floor, not a
-measurement, and is never shown as one. What can be done for real is done: the kernels that the case
-would launch are compiled for that GPU's SM.
+measurement, and is never shown as one.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from tilewright.bench.suites import Work
 from tilewright.dims import meta_inputs
 from tilewright.explain import explain_call
 from tilewright.gpu import Gpu
-from tilewright.spec import Cost, as_tuple
 
-LAUNCH_US = 2.0  # about what launching costs on any GPU of these years
+LAUNCH_US = 2.0  # an assumption, the same for every GPU: it decides only what is bound by launching
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,9 @@ class Prediction:
 
 def predict(work: Work, gpu: Gpu) -> Prediction:
     """From the declaration alone."""
-    op, args = work.op, meta_inputs(work.op, work.case.dims, work.dtype)
-    cost = op.cost(work.case.dims, work.dtype) if op.cost else Cost(0.0)
-    if work.phase == "backward":
-        assert op.autograd is not None
-        outputs = as_tuple(op.outputs(*args))
-        args = op.backward_call(args, outputs, outputs)
-        op, cost = op.autograd.op, Cost(2 * cost.flops, cost.unit)
+    cost = work.op.cost_in(work.case.dims, work.dtype, work.phase)
+    meta = meta_inputs(work.op, work.case.dims, work.dtype)
+    op, args = work.op.in_phase(meta, work.phase)
     moved = op.traffic(args).total
     found = explain_call(op, args, gpu=gpu)
     times = {"launch": LAUNCH_US}

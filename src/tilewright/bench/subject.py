@@ -15,6 +15,7 @@ import torch
 
 from tilewright import dispatch
 from tilewright.bench import rivals
+from tilewright.dims import meta_inputs
 from tilewright.errors import TilewrightError
 from tilewright.explain import kernels as kernels_of
 from tilewright.gpu import Gpu
@@ -82,9 +83,7 @@ def of_op(
         rng = torch.Generator(device).manual_seed(seed)
         return tuple(inputs(case.dims, dtype, device, rng))
 
-    with torch.device("meta"):  # no generator: a meta tensor takes no numbers
-        meta = on_meta(tuple(inputs(case.dims, dtype, "meta", None)))
-    cost = op.cost(case.dims, dtype) if op.cost else Cost(0.0)
+    meta = meta_inputs(op, case.dims, dtype)
     forward = phase == "forward"
     count = len(op.arguments)
 
@@ -101,13 +100,10 @@ def of_op(
     def backward_truth(both: Args) -> list[Truth]:
         return compare.backward_truth(op, both[:count], both[count:])
 
-    traffic = least = op.traffic(meta)
-    if not forward:
-        outputs = as_tuple(op.outputs(*meta))
-        assert op.autograd is not None
-        traffic = op.autograd.op.traffic(op.backward_call(meta, outputs, outputs))
-        least = Traffic(least.written, traffic.written)  # gradients in, gradients out
-        cost = Cost(2 * cost.flops, cost.unit)  # each forward product has two in the backward
+    running, its_args = op.in_phase(meta, phase)
+    traffic = least = running.traffic(its_args)
+    if not forward:  # gradients in, gradients out
+        least = Traffic(op.traffic(meta).written, traffic.written)
     return Subject(
         op.name,
         case.name,
@@ -118,7 +114,7 @@ def of_op(
         (lambda args: compare.forward_truth(op, args)) if forward else backward_truth,
         traffic,
         least,
-        cost,
+        op.cost_in(case.dims, dtype, phase),
         (*_ours(op, meta, phase, gpu, wish), *_rivals(op, meta, phase, wish)),
     )
 
@@ -126,18 +122,14 @@ def of_op(
 def _ours(op: Op, meta: Args, phase: str, gpu: Gpu | None, wish: Wish) -> list[Contender]:
     found = []
     plain = dispatch.choose(op, meta, gpu=gpu).backend.name
+    running, args = op.in_phase(meta, phase)
     for backend in op.backends:
         if backend.technology == "torch" or not wish.backend(backend.name):
             continue
-        subject_op, args = op, meta
-        if phase == "backward":
-            assert op.autograd is not None
-            outputs = as_tuple(op.outputs(*meta))
-            subject_op, args = op.autograd.op, op.backward_call(meta, outputs, outputs)
-            if subject_op.backend(backend.name) is None:
-                continue  # its gradient comes from another backend, which has a row of its own
+        if running.backend(backend.name) is None:
+            continue  # its gradient comes from another backend, which has a row of its own
         try:
-            choice = dispatch.choose(subject_op, args, backend=backend.name, gpu=gpu)
+            choice = dispatch.choose(running, args, backend=backend.name, gpu=gpu)
             launches, missing = kernels_of(choice, args), ""
         except TilewrightError as e:
             launches, missing = (), str(e)
@@ -152,7 +144,8 @@ def _rivals(op: Op, meta: Args, phase: str, wish: Wish) -> list[Contender]:
     for name, rival in rivals.of(op).items():
         if wish.baseline(name):
             missing = rival.missing or rival.refuses(*meta)
-            found.append(Contender(name, False, _binder(op, rival.call, phase), missing=missing))
+            bind = rival.bind if phase == "forward" else _binder(op, rival.call, phase)
+            found.append(Contender(name, False, bind, missing=missing))
     return found
 
 

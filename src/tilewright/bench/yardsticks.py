@@ -1,13 +1,14 @@
 """What the vendor's libraries and the peers reach on this GPU, on work that is no op of ours yet.
 
-A copy, matrix products, attention, a linear layer with 4-bit weights: measured by the
-same clock, held against the same roofs. They say how good "fast" is here, and they check the clock:
+A copy, matrix products, attention, a linear layer with 4-bit weights: measured by the same clock,
+held against the same roofs. They say how good "fast" is here, and they check the clock:
 `python -m tilewright.bench.agreement` compares it with Triton's on some of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,13 +148,13 @@ def attention(
     calls = {"vendor": cudnn, "sdpa_flash": flash}
     peer = rivals.peer("fa4", "attention yardstick")
     assert peer is not None
-    fourth = _contender("fa4", lambda q, k, v: peer.call(q, k, v, causal), peer)
+    fa4 = replace(peer, call=lambda q, k, v: peer.call(q, k, v, causal))
     elements = batch * heads * tokens * width
     flops = 4.0 * elements * tokens / (2 if causal else 1)
     return _subject("attention", f"{batch}x{heads}x{tokens}x{width}{', causal' * causal}",
                     {"shape": shape, "causal": causal}, torch.bfloat16, make, truth,
                     Traffic(6 * elements, 2 * elements), Cost(flops, "bf16"),
-                    (*_simple(calls), fourth))  # fmt: skip
+                    (*_simple(calls), _contender("fa4", fa4)))  # fmt: skip
 
 
 def int4_linear(rows: int, device: str, k: int = 4096, n: int = 14336) -> Subject:
@@ -188,7 +189,7 @@ def int4_linear(rows: int, device: str, k: int = 4096, n: int = 14336) -> Subjec
     assert peer is not None
     contenders = (
         Contender("vendor", False, cublas),  # cuBLAS on weights of 16 bits: what int4 must beat
-        _contender("gemlite", peer.call, peer),
+        _contender("gemlite", peer),
     )
     size = rows * k * 2 + n * k // 2 + 2 * n * (k // GROUP) * 2
     return _subject("int4 linear", f"{rows} x {k} x {n}", {"rows": rows, "k": k, "n": n},
@@ -197,14 +198,11 @@ def int4_linear(rows: int, device: str, k: int = 4096, n: int = 14336) -> Subjec
 
 
 def _simple(calls: Mapping[str, Callable[..., Any]]) -> tuple[Contender, ...]:
-    return tuple(_contender(name, call, None) for name, call in calls.items())
+    return tuple(_contender(name, rivals.Rival(call)) for name, call in calls.items())
 
 
-def _contender(name: str, call: Callable[..., Any], rival: rivals.Rival | None) -> Contender:
-    if rival is not None and rival.binds:
-        return Contender(name, False, lambda args: call(*args), missing=rival.missing)
-    missing = rival.missing if rival else ""
-    return Contender(name, False, lambda args: lambda: call(*args), missing=missing)
+def _contender(name: str, rival: rivals.Rival) -> Contender:
+    return Contender(name, False, rival.bind, missing=rival.missing)
 
 
 def _subject(

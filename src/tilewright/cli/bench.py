@@ -318,13 +318,13 @@ def _save(option: str, path: Path, write: Callable[[], Any]) -> None:
 def _keep_apart(records: Sequence[Path], *wanted: Path | None) -> None:
     for path in wanted:
         if path is not None and any(path.resolve() == r.resolve() for r in records):
-            fail(f"report: {path} is a record; it must not be overwritten. Name another file.")
+            fail(f"{path} is one of the records; it must not be overwritten. Name another file.")
 
 
 def _need(packages: Sequence[str], *wanted: Path | None) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing and any(wanted):
-        fail(f'report: needs {" and ".join(missing)}: pip install "tilewright[bench]"')
+        fail(f'--html and --png need {" and ".join(missing)}: pip install "tilewright[bench]"')
 
 
 def _folder(path: Path) -> None:

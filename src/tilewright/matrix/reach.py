@@ -17,10 +17,11 @@ import torch
 
 from tilewright import dispatch
 from tilewright import gpu as gpus
+from tilewright.dims import meta_inputs
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
+from tilewright.spec import FLOATS, Args, Case, Op
 from tilewright.toolkit import recording
 from tilewright.toolkit.launch import Pointer
 from tilewright.toolkit.recording import Request, kernel_name
@@ -69,7 +70,7 @@ def of_cases(calls: Iterable[tuple[Op, Case, torch.dtype]], sm: int) -> list[Wan
     gpu = gpus.pretend(f"sm_{sm}")
     found: dict[str, Wanted] = {}
     for op, case, dtype in calls:
-        args = _meta_inputs(op, case.dims, dtype)
+        args = meta_inputs(op, case.dims, dtype)
         for wanted in _of_both(op, args, gpu, dtype, case.name):
             found.setdefault(describe(wanted.request), wanted)
     return list(found.values())
@@ -85,7 +86,7 @@ def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:
     assert op.inputs is not None
     for case in op.cases:
         for dtype in FLOATS:
-            meta = _meta_inputs(op, case.dims, dtype)
+            meta = meta_inputs(op, case.dims, dtype)
             for aligned in (True, False):
                 args = meta if aligned else _misaligned(meta)
                 yield from _of_both(op, args, gpu, dtype, case.name)
@@ -97,9 +98,7 @@ def _of_both(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Ite
     if op.in_place is not None:
         yield from _of_call(op.in_place, args, gpu, dtype, case)
     if op.autograd is not None:
-        outputs = as_tuple(op.outputs(*args))
-        call = op.backward_call(args, outputs, outputs)
-        yield from _of_call(op.autograd.op, call, gpu, dtype, case)
+        yield from _of_call(*op.in_phase(args, "backward"), gpu, dtype, case)
 
 
 def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:
@@ -116,13 +115,6 @@ def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Ite
             yield Wanted(
                 op.name, backend.name, name, case, gpu.sm, request, backend.uses_tensor_cores
             )
-
-
-def _meta_inputs(op: Op, dims: Any, dtype: torch.dtype) -> Args:
-    """The op's inputs without their data: made small in memory whatever the case's size."""
-    assert op.inputs is not None
-    with torch.device("meta"):  # no generator: a meta tensor takes no numbers
-        return on_meta(tuple(op.inputs(dims, dtype, "meta", None)))
 
 
 def _misaligned(args: Args) -> Args:

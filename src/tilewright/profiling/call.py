@@ -32,15 +32,12 @@ class Predicted(NamedTuple):
 def predict(request: Request) -> Predicted:
     """From the declaration alone: needs no GPU, and refuses dims that the op never reads."""
     op = check(request)
-    args = _meta_inputs(op, request)
-    called = op
-    if request.phase == "backward":
-        assert op.autograd is not None
-        outputs = as_tuple(op.outputs(*args))
-        called, args = op.autograd.op, op.backward_call(args, outputs, outputs)
+    called, args = op.in_phase(_meta_inputs(op, request), request.phase)
     traffic = called.traffic(args)
-    cost = called.cost(request.dims, dtype_of(request.dtype)) if called.cost else None
-    return Predicted(traffic.read, traffic.written, cost.flops if cost else None)
+    flops = None
+    if op.cost is not None:
+        flops = op.cost_in(request.dims, dtype_of(request.dtype), request.phase).flops
+    return Predicted(traffic.read, traffic.written, flops)
 
 
 def refuse_unserved(request: Request, gpu: Gpu) -> None:

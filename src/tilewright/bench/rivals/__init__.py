@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilewright.spec import Op
+from tilewright.spec import Args, Op
 
 ALWAYS = ("eager", "compile", "vendor")  # no speed-up is shown without them
 PEERS = {  # name -> the module it needs
@@ -56,6 +56,9 @@ class Rival:
     missing: str = ""
     refuses: Callable[..., str] = serves_all
     binds: bool = False
+
+    def bind(self, args: Args) -> Callable[[], Any]:
+        return self.call(*args) if self.binds else lambda: self.call(*args)
 
 
 def of(op: Op) -> dict[str, Rival]:

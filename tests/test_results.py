@@ -1,0 +1,62 @@
+"""The records in results/ hold what the documents say of them, and no impossible number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tilewright import gpu as gpus
+from tilewright.bench import record
+
+ROOT = Path(__file__).parents[1]
+
+
+# --- the bars of the committed records -----------------------------------------------------------
+
+
+def test_the_clock_agrees_with_do_bench() -> None:
+    """Within 3 % on copies of 256 MiB and more and on matrix products of 4096 cubed and more."""
+    found = json.loads((ROOT / "results/h200/agreement.json").read_text("utf-8"))
+    assert len(found["rows"]) == 4
+    for row in found["rows"]:
+        assert 0.97 <= row["ratio"] <= 1.03, row["case"]
+
+
+def test_a_second_run_agrees_with_the_first() -> None:
+    """Medians within 3 % on 95 % of the rows above 20 µs; of one build, on one machine."""
+    first, second = (
+        record.read(ROOT / f"results/h200/{name}.jsonl")
+        for name in ("bench-quick", "bench-quick-again")
+    )
+    assert first.run["environment"]["source"] == second.run["environment"]["source"]
+    again = {row.key: row.us for row in second.rows if row.us}
+    pairs = [(r.us, again[r.key]) for r in first.rows if r.us and r.us > 20 and r.key in again]
+    assert len(pairs) > 20
+    assert sum(abs(b / a - 1) <= 0.03 for a, b in pairs) >= 0.95 * len(pairs)
+
+
+def test_the_quick_suite_is_quick() -> None:
+    """Four minutes with fifteen ops, two cases each, forward, all rivals: by the time of a case."""
+    found = record.read(ROOT / "results/h200/bench-quick.jsonl")
+    cases = {row.case_key for row in found.rows}
+    assert {"eager", "compile", "vendor", "liger", "quack"} <= {r.contender for r in found.rows}
+    assert found.end is not None
+    assert found.end["seconds"] / len(cases) * 30 <= 240
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/bench-*.jsonl")), ids=str)
+def test_committed_records_can_be_read_and_hold_no_impossible_number(path: Path) -> None:
+    found = record.read(path)
+    assert found.rows
+    assert found.end is not None
+    assert found.end["complete"]
+    peak = gpus.pretend(found.gpu).bandwidth
+    assert peak is not None
+    for row in found.rows:
+        if row.state == "ok":
+            assert row.us
+            assert row.gbps is None or row.gbps * 1e9 < peak
+            assert not row.ours or (row.error is not None and row.error <= 1)
+            assert not row.ours or row.ran == row.contender
