@@ -102,7 +102,7 @@ def test_row_is_sane(g: gpu.Gpu) -> None:
     assert 4 * gpu.MIB <= g.l2_bytes <= 128 * gpu.MIB
     assert 8 * gpu.GIB <= g.memory_bytes <= 300 * gpu.GIB
     assert g.bandwidth is not None and 1e11 < g.bandwidth < 1e13
-    assert set(g.peaks) <= {"fp32", "fp16", "bf16", "fp8", "int8"}
+    assert set(g.peaks) <= {"fp32", "fp16", "bf16", "tf32", "fp8", "int8"}
     for unit, rate in g.peaks.items():
         assert 1e12 < rate < 1e16
         assert unit == "fp32" or g.supports(unit), f"a peak for {unit}, which {g.name} lacks"
@@ -114,6 +114,8 @@ def test_peaks_are_dense_and_consistent(g: gpu.Gpu) -> None:
     peaks = g.peaks
     assert peaks["fp32"] < peaks["fp16"]
     assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
+    assert ("tf32" in peaks) == g.supports("tf32")
+    assert peaks.get("tf32", peaks["fp16"] / 2) == peaks["fp16"] / 2
     if "fp8" in peaks:
         assert peaks["fp8"] == pytest.approx(2 * peaks["fp16"], rel=0.01)
     assert peaks["int8"] >= 2 * peaks["fp16"] * 0.99
@@ -141,6 +143,7 @@ def test_h200_by_the_datasheet() -> None:
         "fp32": 67e12,
         "fp16": 989e12,
         "bf16": 989e12,
+        "tf32": 494.5e12,
         "fp8": 1979e12,
         "int8": 1979e12,
     }

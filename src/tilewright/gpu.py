@@ -239,8 +239,11 @@ def _row(
 def _tera(
     fp32: float, fp16: float, *, int8: float, bf16: bool = True, fp8: float | None = None
 ) -> dict[str, float]:
-    # From Ampere on bf16 runs at the rate of fp16 with FP32 accumulate; Turing has no bf16.
-    rates = {"fp32": fp32, "fp16": fp16, "bf16": fp16 if bf16 else None, "fp8": fp8, "int8": int8}
+    # From Ampere on bf16 runs at the rate of fp16 with FP32 accumulate and tf32, which is twice as
+    # wide, at half of it; Turing has neither.
+    rates = {"fp32": fp32, "fp16": fp16, "fp8": fp8, "int8": int8}
+    if bf16:
+        rates |= {"bf16": fp16, "tf32": fp16 / 2}
     return {unit: rate for unit, rate in rates.items() if rate is not None}
 
 

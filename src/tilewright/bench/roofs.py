@@ -4,6 +4,10 @@ Bandwidth depends on the mix of reads and writes and on the size, so a case is h
 kernel that moves as many bytes in its own mix, timed in rotation with the contenders and in the
 same way. Tensor cores are measured by a loop that touches no memory, not by a vendor's matmul: a
 good kernel may beat that. Below both lies the launch of a kernel that does nothing.
+
+    compute-sanitizer --tool memcheck python -m tilewright.bench.roofs
+
+runs each roof kernel once, for a sanitizer to watch.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 
 from tilewright.bench.record import Roof
 from tilewright.bench.timing import Call, Clock, stats
-from tilewright.gpu import Gpu
+from tilewright.gpu import Gpu, detect
 from tilewright.spec import Cost, Traffic
 
 MIXES = {"read": (1, 0), "2:1": (2, 1), "1:1": (1, 1), "1:2": (1, 2)}  # tiles read, written
@@ -223,3 +227,26 @@ def _empty_call() -> Call:
 def sets_for(traffic: Traffic, l2_bytes: int, least: int = 16, most: int = 128) -> int:
     """How many sets of tensors a graph walks over: more than L2 holds, within reason."""
     return max(min(math.ceil(2 * l2_bytes / max(traffic.total, 1)), most), least)
+
+
+def touch(gpu: Gpu) -> int:
+    """Every roof kernel, on little memory and for few steps. Returns how many ran."""
+    calls = [stream(Arena(), mix, 2**20, 2, *shape) for mix in MIXES for shape in STREAMS]
+    calls += [mma(unit, 1e9, gpu) for unit in UNITS if gpu.supports(unit)]
+    calls += [fma(1e9, gpu), RoofCall(EMPTY, "launch", lambda i: _empty_call())]
+    for call in calls:
+        call.bind(0)()
+        call.bind(1)()  # the last set ends where the memory ends
+    torch.cuda.synchronize()
+    return len(calls)
+
+
+def main() -> None:
+    here = detect()
+    if here is None:
+        raise SystemExit("roofs: there is no GPU here, and nothing to run")
+    print(f"roofs: {touch(here)} kernels")
+
+
+if __name__ == "__main__":
+    main()
