@@ -121,7 +121,7 @@ def compiled(root: Path) -> str:
 
 
 def performance(root: Path) -> str:
-    """Our fastest kernel beside every rival, from results/h200/bench-model.jsonl."""
+    """What a plain call runs, beside every rival, from results/h200/bench-model.jsonl."""
     found = _bench(root, "bench-model")
     if found is None:
         return NOT_MEASURED
@@ -178,10 +178,10 @@ def measured(folder: str, root: Path) -> str:
                 best = f"{rival.contender} {(rival.us or 0) / row.us:.2f}" if rival else NO_NUMBER
                 shape = " x ".join(map(str, first.dims["shape"]))
                 rows.append((f"`{first.op}` {first.phase}", shape, row.contender, micros(row.us),
-                             f"{row.of_roof or 0:.0%}", best))  # fmt: skip
+                             f"{row.of_roof or 0:.0%}", best, "; ".join(row.flags)))  # fmt: skip
     if not rows:
         return NOT_MEASURED
-    heads = ("op", "shape, bf16", "backend", "µs", "of roof", "best rival's time / ours")
+    heads = ("op", "shape, bf16", "backend", "µs", "of roof", "best rival's time / ours", "flagged")
     return f"{_table(heads, rows)}\n\n{'; '.join(_environment(r.run) for r in found[:1])}."
 
 
@@ -191,11 +191,12 @@ def yardsticks(root: Path) -> str:
     if found is None:
         return NOT_MEASURED
     rows = []
-    for row in found.rows:
+    for row in filter(has_number, found.rows):
         rate = f"{row.gbps:,.0f} GB/s" if row.bound == "bandwidth" else f"{row.tflops:,.0f} TFLOP/s"
         where = f"{row.op} {row.case}, {SHORT.get(row.dtype, row.dtype)}"
-        rows.append((where, row.contender, micros(row.us or 0), rate, f"{row.of_roof or 0:.0%}"))
-    heads = ("work", "by", "µs", "rate", "of roof")
+        rows.append((where, row.contender, micros(row.us or 0), rate, f"{row.of_roof or 0:.0%}",
+                     "; ".join(row.flags)))  # fmt: skip
+    heads = ("work", "by", "µs", "rate", "of roof", "flagged")
     return f"{_table(heads, rows)}\n\n{_bench_words(found)}"
 
 

@@ -110,8 +110,9 @@ def bench(
         _without_gpu(works, named, here is None, unused, json_to)
         return
     _folder(out)
+    measured = "yardsticks" if yardsticks else "shapes" if shape else suite
     settings = {
-        **{"suite": suite, "warmup": warmup, "iters": iters, "seed": seed},
+        **{"suite": measured, "warmup": warmup, "iters": iters, "seed": seed},
         **{"backends": wish.backends, "baselines": wish.baselines},
     }
     jobs = _yardsticks() if yardsticks else _jobs(works, wish, here)
