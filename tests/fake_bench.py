@@ -66,10 +66,12 @@ class Roofs:
 
     def beside(self, traffic: Traffic, cost: Cost, sets: int) -> list[RoofCall]:
         nothing: Callable[[int], Any] = lambda i: lambda: None  # noqa: E731
-        return [
+        found = [
             RoofCall("empty launch", "launch", nothing),
             RoofCall("stream", "bandwidth", nothing),
+            RoofCall("slow stream", "bandwidth", nothing),  # the faster one is the roof
         ]
+        return [*found, RoofCall("mma bf16", "compute", nothing)] if self.compute else found
 
     def compute_us(self, cost: Cost) -> float:
         return self.compute
@@ -108,6 +110,7 @@ def bench(
     **settings: Any,
 ) -> Bench:
     roofs = {"roof: stream": stream_us(of.traffic), "roof: empty launch": LAUNCH_US}
+    roofs["roof: slow stream"] = 1.4 * roofs["roof: stream"]
     clock = Clock({**roofs, **us}, {**roofs, **(second or {})} if second else None)
     witness = launched if callable(launched) else lambda bind: launched
     facts = {"warmup": 2, "iters": 20, **settings}

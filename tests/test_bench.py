@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from fake_bench import H200, bench, subject
-from tilewright.bench import predict, rivals, suites, tables, timing, witness
+from tilewright.bench import predict, rivals, roofs, suites, tables, timing, witness
 from tilewright.bench.contest import contests
 from tilewright.bench.measure import measure
 from tilewright.bench.record import Row, Stats
@@ -246,6 +246,32 @@ def test_the_tensor_core_roof_is_made_of_tensor_core_instructions(sm: int) -> No
     assert ("wgmma.mma_async" if sm >= 90 else "mma.sync") in loop
 
 
+class OneTime:
+    """A clock for which every call takes as long as its name says."""
+
+    def cold(self, calls: Any, rounds: int) -> Any:
+        return {name: [float(name.split()[-1])] * rounds for name in calls}
+
+    def graph(self, calls: Any, rounds: int, check: Any) -> Any:
+        return dict.fromkeys(calls, [0.5] * rounds)
+
+
+def test_the_survey_takes_the_fastest_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(arena: Any, mix: str, size: int, sets: int, words: int, warps: int) -> Any:
+        return roofs.RoofCall(f"{mix} {words}", "bandwidth", lambda i: lambda: None, scale=2.0)
+
+    monkeypatch.setattr(roofs, "EMPTY", "empty 3")
+    monkeypatch.setattr(roofs, "stream", stream)
+    monkeypatch.setattr(roofs, "_empty_call", lambda: lambda: None)
+    monkeypatch.setattr(roofs.DeviceRoofs, "_compute_rate", lambda self, clock, unit: None)
+    made = roofs.DeviceRoofs(H200)
+    found = {roof.name: roof.value for roof in made.survey(OneTime())}
+    least = 2.0 * min(words for words, _ in STREAMS)
+    for mix in MIXES:
+        assert found[f"bandwidth {mix}"] == pytest.approx(roofs.SURVEY_BYTES / least / 1e3)
+        assert made.bandwidths[mix] == pytest.approx(roofs.SURVEY_BYTES / least * 1e6)
+
+
 def test_streams_cover_every_mix() -> None:
     assert all(reads >= 1 and writes >= 0 for reads, writes in MIXES.values())
     assert len({words for words, _ in STREAMS}) == len(STREAMS)
@@ -267,6 +293,8 @@ def test_a_witness_wants_all_kernels_of_a_backend() -> None:
     assert witness.saw(("rows<float, 4>",), names)
     assert witness.saw(("_partials", "rows"), names)
     assert not witness.saw(("_partials", "columns"), names)
+    assert witness.strangers(("rows<float, 4>",), names) == ("fill", "_partials")
+    assert witness.strangers(("rows<float, 4>", "_partials", "fill"), names) == ()
 
 
 # --- rivals --------------------------------------------------------------------------------------
@@ -323,10 +351,32 @@ def test_compiled_compiles_once_and_for_its_own_shapes(monkeypatch: pytest.Monke
         made.append(options)
         return lambda x: function(x) * 10
 
+    resets: list[int] = []
     monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(made)))
     compiled = rivals.Compiled(lambda x: x + 1)
     assert [compiled(i) for i in range(3)] == [10, 20, 30]
     assert made == [{"dynamic": False, "fullgraph": True}]
+    assert resets == [0]  # before: dynamo stops compiling a function after a few shapes
+
+
+def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the installed distribution, or by the module of a checkout on the path."""
+
+    def absent(name: str) -> str:
+        if name == "liger-kernel":
+            return "1.2"
+        raise rivals.importlib.metadata.PackageNotFoundError(name)
+
+    (tmp_path / "gemlite.py").write_text("__version__ = '0.6'\n")
+    (tmp_path / "quack.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rivals.importlib.metadata, "version", absent)
+    found = rivals.versions()
+    assert found["liger"] == "1.2"
+    assert found["gemlite"] == "0.6"
+    assert found["quack"] == "of unknown version"
+    assert "fa4" not in found
 
 
 # --- suites --------------------------------------------------------------------------------------
@@ -424,6 +474,10 @@ def test_a_speedup_is_of_what_a_plain_call_takes() -> None:
     assert contest.best is not None
     assert contest.best.contender == "triton"
     assert contest.outcome == "slower"
+    broken = replace(rows[0], state="refused", us=None, reason="is wrong before timing")
+    (contest,) = contests([broken, *rows[1:]])  # another backend does not stand in for it
+    assert (contest.best, contest.outcome, contest.speedup("eager")) == (None, "", None)
+    assert "triton, which a call takes, is wrong before timing" in contest.barred
     assert of_op(registry()["softmax"], Case("", {"shape": (8, 8)}), torch.float16, "forward",
                  "cpu", H200, Wish(None, ())).contenders[0].automatic  # fmt: skip
 

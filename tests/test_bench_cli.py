@@ -82,6 +82,43 @@ def test_an_out_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, two: Any
         assert_one_line(tw("bench", "relu", "--out", out), "--out", str(out))
 
 
+def test_an_out_that_cannot_be_written_is_told_without_a_gpu_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert_one_line(tw("bench", "relu", "--out", "/proc/nowhere"), "--out", "/proc/nowhere")
+    monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
+    done = tw("bench", "relu", "--shape", "64x64", "--out", tmp_path / "a" / "b")
+    assert done.exit_code == 0
+    assert list(tmp_path.iterdir()) == []  # nothing was timed, and no folder is left behind
+
+
+@pytest.mark.parametrize(
+    "words", [["profile", "relu"], ["bench", "relu"], ["compare", "{0}", "{1}"], ["doctor"]]
+)
+def test_no_json_over_a_record(two: Any, words: list[str], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_bytes(two[0].read_bytes())
+    done = tw(*(word.format(*two) for word in words), "--json", kept)
+    assert_one_line(done, "--json", "kept.jsonl is a record", "Name another file")
+    assert kept.read_bytes() == two[0].read_bytes()
+
+
+def test_nothing_to_compare_writes_nothing(two: Any, tmp_path: Path) -> None:
+    other, kept = tmp_path / "other.jsonl", tmp_path / "kept.json"
+    synthetic.write(other, [])
+    kept.write_text("mine")
+    assert_one_line(tw("compare", two[0], other, "--json", kept), "nothing to compare")
+    assert kept.read_text() == "mine"
+
+
+def test_a_record_without_its_end_is_called_cut_short(two: Any, tmp_path: Path) -> None:
+    lines = two[0].read_text().splitlines(keepends=True)
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(lines[:30]))
+    assert "cut short" in tw("report", short, "--csv", tmp_path / "rows.csv").stdout
+    assert "cut short" not in tw("report", two[0], "--csv", tmp_path / "rows.csv").stdout
+
+
 def test_a_record_cut_in_half_stays_as_it_is(two: Any, tmp_path: Path) -> None:
     half = tmp_path / "half.jsonl"
     whole = two[0].read_bytes()

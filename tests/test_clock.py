@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tilewright import gpu as gpus
 from tilewright.bench import clock as clocks
 from tilewright.bench.clock import CudaClock
 
@@ -58,6 +60,16 @@ def test_a_sample_is_flushed_timed_and_seen_to_be_in_time(monkeypatch: pytest.Mo
     one = ["flush", "event", "{}", "query", "event"]
     wanted = [word.format(name) for name in "abba" for word in one]
     assert device.log == [*wanted, "wait"]  # nobody spins, and the host waits once, at the end
+
+
+@pytest.mark.parametrize("name", ["h200", "l4", "t4"])
+def test_the_flush_is_twice_the_l2(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: made.append(math.prod(size) * 4))
+    monkeypatch.setattr(CudaClock, "_device_us", lambda self, call: 1.0)
+    gpu = gpus.pretend(name)
+    CudaClock(gpu)
+    assert made[0] == max(2 * gpu.l2_bytes, 2**26)
 
 
 def test_the_flush_reads_and_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,23 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
         ],
         ["| `relu` forward | c | triton | 10.0 | 90% | 8.00 | 0.90 | 1.50 |", "bench-model.jsonl"],
     ),
+    "measured-relu": (
+        "results/h200/bench-model.jsonl",
+        [
+            RUN,
+            *(bench_row(n, us, ours=True, dims={"shape": [4, 8]}) for n, us in
+              (("triton", 10.0), ("cuda", 20.0))),
+            *(bench_row(n, us, dims={"shape": [4, 8]}, flags=flags) for n, us, flags in
+              (("eager", 80.0, []), ("compile", 9.0, ["saved less"]), ("vendor", 15.0, []))),
+            bench_row("triton", 10.0, ours=True, dims={"shape": [9, 9]}),
+            bench_row("eager", 80.0, dims={"shape": [9, 9]}),
+        ],
+        [
+            "| `relu` forward | 4 x 8 | triton | 10.0 | 90% | 8.00 | 0.90* | 1.50 |",
+            "| `relu` forward | 4 x 8 | cuda | 20.0 | 90% | 4.00 | 0.45* | 0.75 |",
+            "| `relu` forward | 9 x 9 | triton | 10.0 | 90% | – | – | – |",
+        ],
+    ),
     "yardsticks": (
         "results/h200/yardsticks.jsonl",
         [
@@ -153,8 +171,9 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
     "agreement": (
         "results/h200/agreement.json",
         [{"environment": ENVIRONMENT, "rows": [
-            {"case": "copy", "ours_us": 127.0, "do_bench_us": 130.0, "ratio": 0.9769}]}],
-        ["| copy | 127.0 | 130.0 | 0.977 |"],
+            {"case": "copy", "clock_us": 127.0, "in_turns_us": 130.0, "clock_ratio": 0.9769,
+             "bench_us": 128.0, "do_bench_us": 131.0, "bench_ratio": 0.9771}]}],
+        ["| copy | 127.0 | 130.0 | 0.977 | 128.0 | 131.0 | 0.977 |"],
     ),
 }  # fmt: skip
 
@@ -381,3 +400,12 @@ def test_the_autocast_table() -> None:
 def test_the_changelog_begins_with_what_is_unreleased() -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert headings[0] == "Unreleased"
+
+
+def test_a_picture_that_says_something_else_is_stale(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "results" / "h200", tmp_path / "results" / "h200")
+    shutil.copytree(ROOT / readme.PICTURES, tmp_path / readme.PICTURES)
+    assert readme.stale_pictures(tmp_path) == readme.stale_pictures(ROOT)
+    path = tmp_path / readme.PICTURES / "speedup.svg"
+    path.write_text(path.read_text("utf-8").replace(">0.9", ">9.9"), encoding="utf-8")
+    assert "speedup.svg" in readme.stale_pictures(tmp_path)

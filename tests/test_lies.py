@@ -63,7 +63,8 @@ def test_every_contender_and_roof_is_timed_in_one_run() -> None:
     measure(of, with_clock)
     for way in ("cold", "graph"):
         names = [name for w, name in with_clock.clock.order if w == way]
-        once = ["triton", "eager", "vendor", "roof: empty launch", "roof: stream"]
+        roofs = ["roof: empty launch", "roof: stream", "roof: slow stream"]
+        once = ["triton", "eager", "vendor", *roofs]
         assert names == once * 2
 
 
@@ -81,29 +82,52 @@ def test_a_kernel_that_skips_work() -> None:
     assert_no_number(run(ours(half))["triton"], "wrong before timing", "nan")
 
 
-def test_a_kernel_that_skips_work_and_finds_its_last_result_in_memory() -> None:
-    """torch.empty gives back the block of the last result; it must not hold the right one."""
-    memory: dict[str, torch.Tensor] = {}
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_kernel_that_writes_nothing_and_finds_a_right_result_in_memory(wide: bool) -> None:
+    """torch.empty gives back a block of equal size; it must not hold what somebody else left.
+    Also where the result is wider than the input."""
+    dtype = torch.float64 if wide else torch.float32
+    blocks: dict[int, torch.Tensor] = {}  # an allocator that knows one block of each size
 
-    def lazy(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
-        if "out" not in memory:
-            memory["out"] = REFERENCE(x, dim, dtype)
-        return memory["out"]
+    def empty(shape: Any) -> torch.Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return blocks.setdefault(size, torch.zeros(size, dtype=torch.uint8)).view(dtype).view(shape)
 
-    assert_no_number(run(ours(lazy))["triton"], "wrong after timing")
+    def honest(x: torch.Tensor, dim: int, _: Any) -> torch.Tensor:
+        return empty(x.shape).copy_(REFERENCE(x.double(), dim, None))
+
+    def lazy(x: torch.Tensor, dim: int, _: Any) -> torch.Tensor:
+        return empty(x.shape)
+
+    both = (ours(honest), ours(lazy, name="cuda"))
+    of = replace(subject(shape=(4096, 4096)), contenders=both)  # too large for a graph
+    slow = dict.fromkeys(("triton", "cuda"), 2 * stream_us(of.traffic))
+    rows = {row.contender: row for row in measure(of, bench(of, slow))}
+    assert rows["triton"].state == "ok"
+    assert_no_number(rows["cuda"], "wrong before timing", "nan")
 
 
 @pytest.mark.parametrize("key", ["address", "shape"])
-def test_a_kernel_that_returns_a_cached_result(key: str) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_kernel_that_returns_a_cached_result(key: str, copied: bool) -> None:
     cache: dict[Any, torch.Tensor] = {}
 
     def remembered(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
         name = x.data_ptr() if key == "address" else x.shape
         if name not in cache:
             cache[name] = REFERENCE(x, dim, dtype)
-        return cache[name]
+        return cache[name].clone() if copied else cache[name]
 
-    assert_no_number(run(ours(remembered))["triton"], "wrong after timing", "tolerance")
+    row = run(ours(remembered))["triton"]
+    assert_no_number(row, "wrong after timing" if copied else "wrong before timing")
+
+
+def test_inputs_are_not_soiled() -> None:
+    """A result may be one of the arguments; what is the matter then is told, and nobody else is
+    hurt."""
+    rows = run(ours(lambda x, dim, dtype: x))
+    assert_no_number(rows["triton"], "wrong before timing", "tolerance")
+    assert rows["eager"].state == rows["vendor"].state == "ok"
 
 
 def test_a_kernel_that_is_right_only_until_it_is_timed() -> None:
@@ -191,14 +215,14 @@ def test_the_graph_has_tensors_of_its_own_for_every_call() -> None:
     assert len({min(one) for one in seen}) >= 16
 
 
-def test_memory_is_soiled_between_binding_and_calling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward's binding runs the forward, which would take the soiled memory for itself."""
+def test_every_result_is_soiled_before_its_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     soil = measuring._soil
 
-    def soiling(truths: Any, dtype: Any) -> None:
-        order.append(f"soil {len(truths)}")
-        soil(truths, dtype)
+    def soiling(results: Any, args: Any) -> None:
+        soil(results, args)
+        assert results.isnan().all()
+        order.append("soil")
 
     def bind(args: Any) -> Any:
         order.append("bind")
@@ -207,8 +231,8 @@ def test_memory_is_soiled_between_binding_and_calling(monkeypatch: pytest.Monkey
     monkeypatch.setattr(measuring, "_soil", soiling)
     of = replace(subject(), contenders=(Contender("triton", True, bind, ("_k",)),))
     measure(of, bench(of, {}))
-    assert order[:3] == ["bind", "soil 1", "call"]
-    assert order[-3:] == ["bind", "soil 1", "call"]
+    assert order[:5] == ["bind", "call", "soil", "call", "soil"]
+    assert order[-5:] == order[:5]
 
 
 def test_who_raises_while_being_timed_is_dropped_and_the_others_go_on() -> None:
@@ -216,7 +240,7 @@ def test_who_raises_while_being_timed_is_dropped_and_the_others_go_on() -> None:
 
     def tired(x: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
         calls.append(1)
-        if len(calls) > 5:
+        if len(calls) > 6:
             raise RuntimeError("too hot")
         return REFERENCE(x, dim, dtype)
 
@@ -269,6 +293,13 @@ def test_a_backend_that_falls_back_silently() -> None:
     assert row.ran == "not triton"
 
 
+def test_a_backend_that_hands_over_a_part_of_its_work() -> None:
+    seen = ("_softmax_rows", "at::native::softmax_kernel")
+    row = run(ours(REFERENCE, launches=("_softmax_rows",)), launched=seen)["triton"]
+    assert (row.state, row.ran) == ("ok", "triton")
+    assert row.flags == ("launches what it does not declare: at::native::softmax_kernel",)
+
+
 def test_a_backend_that_launches_nothing() -> None:
     row = run(ours(REFERENCE), launched=())["triton"]
     assert_no_number(row, "fell back silently", "launched nothing")
@@ -313,14 +344,17 @@ def test_a_noisy_row_is_flagged() -> None:
     assert steady.flags == ()
 
 
-def test_half_a_measurement_is_flagged() -> None:
-    """The host was late for most samples, or for a whole pass."""
-    of = with_ours(subject(), ours(REFERENCE))
+@pytest.mark.parametrize(
+    ("shape", "kept"), [((64, 512), (None, 0)), ((4096, 4096), (4, 4))], ids=["a pass", "most"]
+)
+def test_half_a_measurement_is_flagged(shape: Any, kept: Any) -> None:
+    """The host was late for a whole pass, or for most samples of both."""
+    of = with_ours(subject(shape=shape), ours(REFERENCE))
 
     class Late(fake_bench.Clock):
         def _samples(self, way: str, named: Any, rounds: int) -> Any:
             found = super()._samples(way, named, rounds)
-            return {n: t if self.passes[way] == 1 else [] for n, t in found.items()}
+            return {n: t[: kept[self.passes[way] - 1]] for n, t in found.items()}
 
     made = replace(bench(of, {}), clock=Late(bench(of, {}).clock.us))
     row = measure(of, made)[0]
@@ -395,9 +429,11 @@ def test_a_rival_that_saved_less_keeps_its_time_and_loses_the_rate() -> None:
     """Its backward reads a mask where ours reads the output: our count is not its count."""
     least = Traffic(2**27, 2**28)
     found = judge(timed(105, least=least), ROOM, H200)
-    assert (found.refused, found.gbps) == ("", None)
+    assert (found.refused, found.gbps, found.of_roof) == ("", None, None)
     assert "fewer bytes" in found.flags[0]
     assert "refused" not in found.flags[0]
+    below = judge(timed(92, least=least), ROOM, H200)  # the least takes 97.5 µs
+    assert "x of its roof: wrong byte count" in below.flags[0]
     assert judge(timed(60, least=least), ROOM, H200).refused  # less than anybody must move
 
 
@@ -412,6 +448,50 @@ def test_a_rival_that_saved_less_keeps_its_time_and_loses_the_rate() -> None:
 def test_what_bounds_a_case(floor: Floor, bound: str) -> None:
     assert floor.bound == bound
     assert floor.us == max(floor.launch, floor.stream, floor.compute)
+
+
+# --- power ---------------------------------------------------------------------------------------
+
+
+def arithmetic(shape: tuple[int, int]) -> Subject:
+    return replace(with_ours(subject(shape=shape), ours(REFERENCE)), cost=Cost(1e12, "bf16"))
+
+
+def test_a_case_bound_by_arithmetic_is_timed_hot_and_without_the_roofs() -> None:
+    """Beside a roof that draws less power it would run at a clock that no program sees."""
+    of = arithmetic((4096, 4096))
+    made = replace(bench(of, {}, iters=20), roofs=fake_bench.Roofs(compute_us=1100.0))
+    hot = {"triton": 1500.0, "eager": 3000.0, "vendor": 3000.0}
+    beside = {**hot, "triton": 1300.0, "roof: mma bf16": 1200.0, "roof: stream": 40.0}
+
+    class Hot(fake_bench.Clock):
+        def cold(self, calls: Any, rounds: int) -> Any:
+            alone = not any(name.startswith("roof") for name in calls)
+            self.us = hot if alone else beside
+            asked.append((alone, rounds))
+            found = self._samples("cold", calls, rounds)
+            if alone:  # cool at first: those samples do not count
+                found = {n: [t[0] / 2] * COOL + t[COOL:] for n, t in found.items()}
+            return found
+
+    asked: list[tuple[bool, int]] = []
+    COOL = 16  # rounds of three contenders at 1.1 ms: fifty milliseconds
+    row = measure(of, replace(made, clock=Hot({})))[0]
+    assert asked == [(False, 10), (True, 2 * COOL)] * 2
+    assert (row.method, row.us) == ("sustained", pytest.approx(1500.0, rel=0.001))
+    assert row.sustained is not None and row.cold is not None
+    assert (row.sustained.n, row.cold.median) == (2 * COOL, pytest.approx(1300.0, rel=0.001))
+    assert row.of_roof == pytest.approx(1200 / 1300, rel=0.002)  # at equal clocks
+    assert row.roof_us == pytest.approx(1500 * 1200 / 1300, rel=0.002)
+    assert (row.bound, row.flags, len(row.samples)) == ("compute", (), 2 * COOL)
+
+
+@pytest.mark.parametrize(("shape", "compute_us"), [((64, 512), 1100.0), ((4096, 4096), 30.0)])
+def test_others_are_not(shape: tuple[int, int], compute_us: float) -> None:
+    """Small ones, which a graph times, and those that memory limits."""
+    of = arithmetic(shape)
+    made = replace(bench(of, {}), roofs=fake_bench.Roofs(compute_us=compute_us))
+    assert measure(of, made)[0].sustained is None
 
 
 # --- rivals --------------------------------------------------------------------------------------

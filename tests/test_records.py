@@ -85,6 +85,13 @@ GOOD = {
         json.dumps({**GOOD, "dims": [1]}),
         json.dumps({**GOOD, "ours": 1}),
         json.dumps({**GOOD, "samples": ["a"]}),
+        json.dumps({**GOOD, "us": 1e308}),
+        json.dumps({**GOOD, "flags": [1]}),
+        "[" * 100_000,
+        '{"kind": "roof", "name": "x", "unit": "us", "value": 0}',
+        json.dumps({"kind": "run", **HEADER, "settings": [1]}),
+        json.dumps({"kind": "run", **HEADER, "machine": "fast"}),
+        '{"kind": "end", "machine": 3}',
         json.dumps({**GOOD, "cold": {"median": None, "p20": 1, "p80": 1, "n": 1}}),
         json.dumps({**GOOD, "state": "fine"}),
         json.dumps({**GOOD, "colour": "red"}),
@@ -242,6 +249,21 @@ def test_too_little_memory_is_a_row_with_a_reason(tmp_path: Path) -> None:
     (row,) = result.rows
     assert row.state == "refused"
     assert "1 TiB" in row.reason
+
+
+def test_a_case_that_cannot_be_set_up_does_not_end_the_run(tmp_path: Path) -> None:
+    def broken() -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    bad = Job(("relu", "bad", "float32", "forward"), {"shape": (1,)}, broken)
+    path = tmp_path / "a.jsonl"
+    result = run([bad, *named(1)], instruments(), settings=SETTINGS, path=path)
+    assert result.rows[0].state == "refused"
+    assert result.rows[0].reason.endswith("RuntimeError: CUDA error: an illegal memory access")
+    assert result.rows[1].state == "ok"
+    found = record.read(path)
+    assert found.end is not None
+    assert found.end["complete"]
 
 
 # --- machine -------------------------------------------------------------------------------------

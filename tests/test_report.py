@@ -259,9 +259,10 @@ def test_an_axis_always_has_a_label(reach: float) -> None:
 def test_csv_comes_back(record: Record) -> None:
     evil = replace(record.rows[0], op='a "quoted", op\nof two lines', flags=("a", "b"))
     rows = [*record.rows, evil]
-    found = list(csv.DictReader(io.StringIO(report.csv_text(rows))))
+    found = list(csv.DictReader(io.StringIO(report.csv_text([replace(record, rows=rows)]))))
     assert len(found) == len(rows)
     for line, row in zip(found, rows, strict=True):
+        assert (line["record"], line["gpu"]) == (record.path.name, record.gpu)
         assert (line["op"], line["case"], line["contender"]) == (row.op, row.case, row.contender)
         assert json.loads(line["dims"]) == row.dims
         assert int(line["bytes_read"]) == row.bytes_read

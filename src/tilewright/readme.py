@@ -13,13 +13,22 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tilewright.bench import record as bench_record
-from tilewright.bench.contest import NO_NUMBER, SHORT, Contest, contests, has_number, micros
+from tilewright.bench.contest import (
+    NO_NUMBER,
+    SHORT,
+    Contest,
+    contests,
+    has_number,
+    micros,
+    time_of,
+)
+from tilewright.bench.record import Row
 from tilewright.bench.rivals import NAMES
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
@@ -126,7 +135,7 @@ def performance(root: Path) -> str:
     if found is None:
         return NOT_MEASURED
     judged = _distinct([c for c in contests(found.rows) if c.entered])
-    rivals = [n for n in NAMES if any(has_number(c.rows[n]) for c in judged if n in c.rows)]
+    rivals = _rivals(judged)
     rows = []
     for contest in judged:
         best = contest.best
@@ -135,17 +144,27 @@ def performance(root: Path) -> str:
             rows.append([*cells, *[NO_NUMBER] * (3 + len(rivals))])
             continue
         cells += [best.contender, micros(best.us or 0), f"{best.of_roof or 0:.0%}"]
-        for name in rivals:
-            ratio = contest.speedup(name)
-            flagged = (
-                "*" if best.flags or (name in contest.rows and contest.rows[name].flags) else ""
-            )
-            cells.append(NO_NUMBER if ratio is None else f"{ratio:.2f}{flagged}")
-        rows.append(cells)
+        rows.append([*cells, *_ratios(contest, best, rivals)])
     heads = ("op", "case", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
     pictures = "\n\n".join(f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})"
                            for name, svg in _pictures(root).items())  # fmt: skip
     return f"{_table(heads, rows)}\n\n{_bench_words(found)}\n\n{pictures}"
+
+
+def _rivals(judged: Sequence[Contest]) -> list[str]:
+    """Those who have a number anywhere."""
+    return [n for n in NAMES if any(has_number(c.rows[n]) for c in judged if n in c.rows)]
+
+
+def _ratios(contest: Contest, ours: Row, rivals: Sequence[str]) -> Iterator[str]:
+    """Each rival's time over that of one row of ours, starred if either is flagged."""
+    for name in rivals:
+        rival = contest.rows.get(name)
+        if contest.barred or rival is None or not has_number(rival):
+            yield NO_NUMBER
+        else:
+            star = "*" if ours.flags or rival.flags else ""
+            yield f"{time_of(rival) / time_of(ours):.2f}{star}"
 
 
 def _alt(svg: str) -> str:
@@ -168,20 +187,20 @@ def measured(folder: str, root: Path) -> str:
     """Every kernel of one op's folder, for its notes: from the model and the sweep suite."""
     names = [op.name for op in registry().values() if _folder(op) == folder]
     found = [r for r in (_bench(root, "bench-model"), _bench(root, "bench-sweep")) if r]
+    there = _distinct([c for r in found for c in contests(r.rows)])
+    judged = [c for c in there if c.first.op in names and c.entered]
+    rivals = _rivals(judged)
     rows = []
-    for contest in _distinct([c for r in found for c in contests(r.rows)]):
-        first, rival = contest.first, contest.best_rival
-        if first.op not in names or not contest.entered:
-            continue
+    for contest in judged:
+        shape = " x ".join(map(str, contest.first.dims["shape"]))
+        what = (f"`{contest.first.op}` {contest.first.phase}", shape)
         for row in contest.rows.values():
-            if row.ours and has_number(row) and row.us:
-                best = f"{rival.contender} {(rival.us or 0) / row.us:.2f}" if rival else NO_NUMBER
-                shape = " x ".join(map(str, first.dims["shape"]))
-                rows.append((f"`{first.op}` {first.phase}", shape, row.contender, micros(row.us),
-                             f"{row.of_roof or 0:.0%}", best, "; ".join(row.flags)))  # fmt: skip
+            if row.ours and has_number(row):
+                reached = (row.contender, micros(time_of(row)), f"{row.of_roof or 0:.0%}")
+                rows.append((*what, *reached, *_ratios(contest, row, rivals)))
     if not rows:
         return NOT_MEASURED
-    heads = ("op", "shape, bf16", "backend", "µs", "of roof", "best rival's time / ours", "flagged")
+    heads = ("op", "shape, bf16", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
     return f"{_table(heads, rows)}\n\n{'; '.join(_environment(r.run) for r in found[:1])}."
 
 
@@ -227,8 +246,12 @@ def repeated(root: Path) -> str:
         within = sum(change <= 0.03 for change in changes)
         rows.append((words, f"{len(changes)}", f"{within}", f"{changes[-1]:.1%}"))
     seconds = [f"{record.end['seconds']:.0f} s" for record in (first, second) if record.end]
+    cases = len({row.case_key for row in first.rows})
     heads = ("", "rows in both", "medians within 3 %", "largest change")
-    words = f"The runs took {' and '.join(seconds)}; {_bench_words(first)}"
+    words = (
+        f"The runs took {' and '.join(seconds)} for {cases} cases, the second with what "
+        f"torch.compile had kept of the first; {_bench_words(first)}"
+    )
     return f"{_table(heads, rows)}\n\n{words}"
 
 
@@ -237,11 +260,14 @@ def agreement(root: Path) -> str:
     record = _record(root, "h200/agreement.json")
     if record is None:
         return NOT_MEASURED
-    rows = [
-        (r["case"], f"{r['ours_us']:,.1f}", f"{r['do_bench_us']:,.1f}", f"{r['ratio']:.3f}")
-        for r in record["rows"]
-    ]
-    heads = ("call", "ours, µs", "do_bench, µs", "ratio")
+    rows = []
+    for row in record["rows"]:
+        clocks, figures = ("clock_us", "in_turns_us"), ("bench_us", "do_bench_us")
+        rows.append((row["case"], *(f"{row[name]:,.1f}" for name in clocks),
+                     f"{row['clock_ratio']:.3f}", *(f"{row[name]:,.1f}" for name in figures),
+                     f"{row['bench_ratio']:.3f}"))  # fmt: skip
+    heads = ("call", "our clock, µs", "do_bench in turns, µs", "ratio",
+             "bench, µs", "do_bench, µs", "ratio")  # fmt: skip
     return f"{_table(heads, rows)}\n\nMedians; {_environment(record)}."
 
 
@@ -284,14 +310,15 @@ def render(text: str, root: Path) -> str:
 
 
 def stale_pictures(root: Path) -> list[str]:
-    """Pictures whose data are not those of the record any more, or that are not there."""
-    from tilewright.bench.svg import embedded_digest
+    """Pictures whose data are not those of the record any more, that say something else, or that
+    are not there."""
+    from tilewright.bench.svg import embedded_digest, words
 
     stale = []
     for name, wanted in _pictures(root).items():
         path = root / PICTURES / name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if embedded_digest(text) != embedded_digest(wanted):
+        if (embedded_digest(text), words(text)) != (embedded_digest(wanted), words(wanted)):
             stale.append(name)
     return stale
 
@@ -313,8 +340,8 @@ def _bench_words(found: bench_record.Record) -> str:
     parts += [f"{name} {version}" for name, version in found.run.get("rivals", {}).items()]
     state = found.run.get("machine") or {}
     if state.get("sm_mhz"):
-        locked = "locked" if state.get("locked") else "not locked"
-        parts.append(f"driver {state['driver']}, clocks {locked}")
+        clocks = "application clocks set" if state.get("locked") else "no application clocks set"
+        parts.append(f"driver {state['driver']}, {clocks}")
     return f"{', '.join(parts)}; record `{found.path.name}`."
 
 

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.bench.contest import where
-from tilewright.bench.record import Record, Row, Stats
+from tilewright.bench.contest import device_stats, where
+from tilewright.bench.record import Record, Row
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _badness(p: Pair) -> tuple[Any, ...]:
 
 def _median(row: Row) -> tuple[float | None, float]:
     """A row's device time, and the standard error of its logarithm."""
-    stats = _stats(row)
+    stats = device_stats(row)
     passes = len(stats.passes) if stats and stats.passes else 2
     split = np.array_split(np.array(row.samples, dtype=float), passes)
     split = [times for times in map(_usable, split) if times.size]
@@ -236,13 +236,9 @@ def _disagreement(row: Row) -> float:
 
 
 def _passes(row: Row) -> tuple[float, ...]:
-    stats = _stats(row)
+    stats = device_stats(row)
     passes = tuple(_usable(np.array(stats.passes, dtype=float))) if stats else ()
     return passes if len(passes) > 1 else ()
-
-
-def _stats(row: Row) -> Stats | None:
-    return {"graph": row.graph, "cold": row.cold}.get(row.method)
 
 
 def _usable(times: Any) -> Any:

@@ -38,9 +38,9 @@ class Contest:
 
     @property
     def best(self) -> Row | None:
-        """What a user gets who names no backend; the fastest of ours if that was not measured."""
+        """What a user gets who names no backend; the fastest of ours if that was not asked for."""
         ours = [row for row in self.rows.values() if row.ours]
-        return _fastest(row for row in ours if row.automatic) or _fastest(ours)
+        return _fastest([row for row in ours if row.automatic] or ours)
 
     @property
     def best_rival(self) -> Row | None:
@@ -50,7 +50,9 @@ class Contest:
     def barred(self) -> str:
         """Why no speed-up may be shown, or nothing. A weak field makes a fast winner."""
         if self.best is None:
-            return "none of ours has a number"
+            taken = [row for row in self.rows.values() if row.automatic and row.reason]
+            why = f": {taken[0].contender}, which a call takes, {taken[0].reason}" if taken else ""
+            return f"none of ours may be judged{why}"
         for name in ALWAYS:
             row = self.rows.get(name)
             if row is None:
@@ -114,7 +116,8 @@ def time_of(row: Row) -> float:
 
 def device_stats(row: Row) -> Stats | None:
     """The statistics behind `us`."""
-    return {"graph": row.graph, "cold": row.cold}.get(row.method)
+    by_way = {"graph": row.graph, "sustained": row.sustained, "cold": row.cold}
+    return by_way.get(row.method)
 
 
 def _fastest(rows: Iterable[Row]) -> Row | None:

@@ -5,7 +5,7 @@ No GPU in here: times, bytes and roofs go in, a judgement comes out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.bench.record import Row
 from tilewright.gpu import Gpu
@@ -39,6 +39,10 @@ class Floor:
         }
         return max(named, key=lambda name: named[name])
 
+    def slowed(self, by: float) -> Floor:
+        """At a clock that is slower by this factor: memory has a clock of its own."""
+        return replace(self, compute=self.compute * by)
+
     @property
     def bound(self) -> str:
         """What a case of this size waits for: the stream kernel's time holds a launch as well, so
@@ -71,7 +75,7 @@ class Timed:
 class Judgement:
     gbps: float | None  # None: our count of bytes is not this contender's
     tflops: float
-    of_roof: float
+    of_roof: float | None  # likewise
     flags: tuple[str, ...] = ()
     refused: str = ""
 
@@ -93,10 +97,16 @@ def judge(call: Timed, floor: Floor, gpu: Gpu) -> Judgement:
         return Judgement(gbps, tflops, of_roof, refused=f"{REFUSED}{refused}")
     if of_roof <= ABOVE:
         return Judgement(gbps, tflops, of_roof)
-    if call.least.total < call.traffic.total:
+    if call.least.total < call.traffic.total and us * ABOVE >= _least_us(call, floor):
         flag = "moves fewer bytes than our count: it saved less for its backward"
-        return Judgement(None, tflops, of_roof, (flag,))
+        return Judgement(None, tflops, None, (flag,))
     return Judgement(gbps, tflops, of_roof, (f"{of_roof:.2f}{FLAGGED}{_likely(call, floor, gpu)}",))
+
+
+def _least_us(call: Timed, floor: Floor) -> float:
+    """What the bytes take that nobody can do without."""
+    stream = floor.stream * call.least.total / max(call.traffic.total, 1)
+    return replace(floor, stream=stream).us
 
 
 def _likely(call: Timed, floor: Floor, gpu: Gpu) -> str:

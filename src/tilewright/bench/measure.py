@@ -2,6 +2,11 @@
 
 A contender whose result is wrong before or after gets no number. The second check is on fresh
 values in the very tensors that were timed: whoever remembers a result gives the old one.
+
+Work that is bound by arithmetic drives a GPU to its power limit, where neighbours in a rotation set
+the clock for each other: beside a roof that draws less, a matrix product runs faster than it ever
+will in a program. Such a case is timed once more, its contenders among themselves and the GPU hot.
+That is its time; what part of the roof it reaches is taken from the rotation, at equal clocks.
 """
 
 from __future__ import annotations
@@ -20,11 +25,12 @@ from tilewright.bench.roofs import RoofCall, mix_of, sets_for
 from tilewright.bench.subject import Call, Contender, Subject, judge
 from tilewright.errors import TilewrightError
 from tilewright.gpu import Gpu
-from tilewright.spec import Args, Cost, Traffic
-from tilewright.verify.compare import Truth, Verdict
+from tilewright.spec import Args, Cost, Traffic, as_tuple
+from tilewright.verify.compare import Verdict
 
 SMALL = 64 * 2**20  # bytes moved below which a call is timed in a graph as well
 REPLAYS = 10  # a graph is replayed once for so many iterations: each is a mean over many calls
+SUSTAIN_US = 50e3  # of work at full power, before a sustained time counts and while it does
 LOOSE = 16.0  # a rival may round more often than we allow ourselves, up to so many tolerances
 
 
@@ -61,6 +67,7 @@ def measure(subject: Subject, bench: Bench) -> list[Row]:
         _refill(args, subject.make(bench.seed + 1))
         _check(subject, args, found, "after")
     floor = {method: _floor(subject, bench, times, method) for method in ("cold", "graph")}
+    floor["sustained"] = floor["cold"]
     rows = [_row(subject, bench, one, times, floor) for one in found.values()]
     return sorted(rows, key=lambda row: not row.ours)
 
@@ -96,9 +103,10 @@ def _check(subject: Subject, args: Args, found: Mapping[str, _Candidate], when: 
             truths = subject.truth(args)
         try:
             one.call = one.contender.bind(args)
-            # only now: a backward is bound by its forward, which takes memory for itself
-            _soil(truths, subject.dtype)
-            verdict = judge(truths, one.call())
+            _soil(one.call(), args)
+            results = one.call()
+            verdict = judge(truths, results)
+            _soil(results, args)
         except TilewrightError as e:
             one.drop("unavailable", str(e))
             continue
@@ -120,11 +128,15 @@ def _take_verdict(one: _Candidate, verdict: Verdict, when: str) -> None:
         one.flags = tuple(dict.fromkeys((*one.flags, flag)))
 
 
-def _soil(truths: Sequence[Truth], dtype: torch.dtype) -> None:
-    """Leave NaN where the next result will be allocated, so that what nobody writes shows."""
-    soil = float("nan") if dtype.is_floating_point else 77
-    blocks = [torch.empty_like(truth.wanted, dtype=dtype).fill_(soil) for truth in truths]
-    del blocks  # all at once: each result finds one
+def _soil(results: Any, args: Args) -> None:
+    """Leave no right result in memory that is about to be free: what the next call does not write
+    must show. All bits set is NaN in every floating-point format."""
+    inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+    for result in as_tuple(results):
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if storage.data_ptr() not in inputs:
+                torch.empty(0, dtype=torch.uint8, device=result.device).set_(storage).fill_(0xFF)
 
 
 def _warm(found: Mapping[str, _Candidate], count: int) -> None:
@@ -186,6 +198,8 @@ def _time(subject: Subject, bench: Bench, args: Args, found: Mapping[str, _Candi
         many |= {_roof(r): partial(_bind_roof, r, sets) for r in roofs}
         replays = max(-(-bench.iters // 2) // REPLAYS * 2, 4)
         ways["graph"] = lambda: bench.clock.graph(many, replays, check)
+    elif bench.roofs.compute_us(subject.cost) > bench.roofs.bandwidth_us(subject.traffic):
+        ways["sustained"] = lambda: _sustained(subject, bench, plain)
     try:
         return _Times(roofs, [{way: take() for way, take in ways.items()} for _ in range(2)])
     except timing.Broken as e:
@@ -193,6 +207,14 @@ def _time(subject: Subject, bench: Bench, args: Args, found: Mapping[str, _Candi
             raise
         alive[e.name].drop("refused", f"while it was timed it raised {e}")
         return _time(subject, bench, args, found)  # once more, without it
+
+
+def _sustained(subject: Subject, bench: Bench, calls: Mapping[str, Call]) -> timing.Samples:
+    """Contenders among themselves; what was timed before the GPU was hot is dropped."""
+    round_us = bench.roofs.compute_us(subject.cost) * len(calls)
+    heating = -(-int(SUSTAIN_US) // max(int(round_us), 1))
+    found = bench.clock.cold(calls, heating + max(heating, -(-bench.iters // 2)))
+    return {name: samples[heating:] for name, samples in found.items()}
 
 
 def _bind_all(contender: Contender, copies: Sequence[Args]) -> list[Call]:
@@ -284,7 +306,9 @@ def _with_witness(row: Row, one: _Candidate) -> Row:
         flag = "what it launched could not be read: it cannot be captured in a CUDA graph"
         return replace(row, flags=(*row.flags, flag))
     if witness.saw(one.contender.launches, one.kernels):
-        return replace(row, ran=one.contender.name)
+        others = ", ".join(witness.strangers(one.contender.launches, one.kernels))
+        flags = (f"launches what it does not declare: {others}",) if others else ()
+        return replace(row, ran=one.contender.name, flags=(*row.flags, *flags))
     wanted, seen = ", ".join(one.contender.launches), ", ".join(one.kernels) or "nothing"
     reason = f"fell back silently: {row.contender} should launch {wanted}, and launched {seen}"
     return replace(row, state="refused", reason=reason, ran="not " + row.contender)
@@ -298,12 +322,13 @@ def _with_times(
     floors: Mapping[str, Floor | None],
 ) -> Row:
     name, flags = row.contender, list(row.flags)
-    method = "graph" if "graph" in times.ways else "cold"
+    method = next(way for way in ("graph", "sustained", "cold") if way in times.ways)
     by_way = {way: times.stats(way, name) for way in times.ways}
     row = replace(
         row,
         cold=by_way.get("cold"),
         graph=by_way.get("graph"),
+        sustained=by_way.get("sustained"),
         host=by_way.get("host"),
         cpu=by_way.get("cpu"),
     )
@@ -311,9 +336,11 @@ def _with_times(
     if found is None or floor is None:
         flags.append("no device time: it waits for the GPU inside, or cannot be captured")
         return replace(row, flags=tuple(flags))
+    if method == "sustained" and row.cold:
+        floor = floor.slowed(found.median / row.cold.median)
     if timing.is_noisy(found):
         flags.append(f"noisy: two passes differ by {found.spread:.1%}")
-    if len(found.passes) < 2 or (method == "cold" and found.n < bench.iters / 2):
+    if len(found.passes) < 2 or (method != "graph" and found.n < bench.iters / 2):
         flags.append(f"noisy: only {found.n} samples in {len(found.passes)} passes")
     seen = None if row.kernels == () and row.ran == "" else len(row.kernels)
     least = subject.traffic if row.ours else subject.least
@@ -321,7 +348,7 @@ def _with_times(
     verdict = guard.judge(call, floor, bench.gpu)
     if verdict.refused:
         row = replace(row, state="refused", reason=verdict.refused)
-        return replace(row, cold=None, graph=None, host=None, cpu=None)
+        return replace(row, cold=None, graph=None, sustained=None, host=None, cpu=None)
     return replace(
         row,
         method=method,

@@ -22,6 +22,7 @@ from typing import Any
 from tilewright.errors import InputError
 
 SCHEMA = 1
+MOST = 1e30  # no time, count or rate is above this
 STATES = ("ok", "refused", "unavailable")
 
 
@@ -73,7 +74,7 @@ class Row:
     bytes_written: int = 0  # and each output once
     flops: float = 0.0  # by the declaration
     unit: str = "fp32"  # what the flops run on
-    method: str = ""  # which of the device times `us` is: "graph" or "cold"
+    method: str = ""  # which of the device times `us` is: "graph", "sustained" or "cold"
     us: float | None = None  # device time of one call
     gbps: float | None = None  # (bytes_read + bytes_written) / us
     tflops: float | None = None  # flops / us
@@ -84,6 +85,7 @@ class Row:
     error: float | None = None  # worst error over its tolerance, before and after timing
     cold: Stats | None = None  # CUDA events around one call, L2 flushed by reading
     graph: Stats | None = None  # CUDA graph of many calls, each on its own tensors
+    sustained: Stats | None = None  # as cold, the GPU hot, contenders among themselves
     host: Stats | None = None  # wall time of one call in a queue of calls, kernels awaited
     cpu: Stats | None = None  # until the call returns, kernels not awaited
     samples: tuple[float, ...] = ()  # the device times behind `us`, first pass then second
@@ -113,6 +115,10 @@ class Record:
     roofs: list[Roof] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     end: dict[str, Any] | None = None  # None: the run was cut short
+
+    @property
+    def cut_short(self) -> bool:
+        return self.end is None or not self.end.get("complete", True)
 
     @property
     def gpu(self) -> str:
@@ -162,6 +168,7 @@ def read(path: Path | str) -> Record:
                         f"{SCHEMA}. Use the tilewright that wrote it."
                     )
                 facts["environment"]["gpu"]  # every reader needs it: a KeyError here is damage
+                _blocks(facts, "environment", "settings", "machine", "rivals")
                 record = record or Record(path, facts)
                 if record.gpu != str(facts["environment"]["gpu"]):
                     raise _damaged(path, number, "is of another GPU than the first")
@@ -170,14 +177,17 @@ def read(path: Path | str) -> Record:
                 raise _damaged(path, number, "comes before the line of the run")
             elif kind == "roof":
                 _typed(facts, Roof)
+                if not facts["value"]:
+                    raise ValueError("a roof of nothing")
                 record.roofs.append(Roof(**facts))
             elif kind == "row":
                 record.rows.append(_row(facts))
             elif kind == "end":
+                _blocks(facts, "machine")
                 record.end = facts
             else:
                 raise _damaged(path, number, f"is of an unknown kind, {kind!r}")
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             if isinstance(e, InputError):
                 raise
             raise _damaged(path, number, "is no line of a record") from e
@@ -213,6 +223,12 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+def _blocks(facts: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(facts.get(name, {}), dict):
+            raise TypeError(f"{name} is {facts[name]!r}")
+
+
 def _typed(facts: Mapping[str, Any], of: type) -> None:
     """A record may have been edited by hand: what is no number must not be taken for one."""
     for field_ in fields(of):
@@ -223,13 +239,16 @@ def _typed(facts: Mapping[str, Any], of: type) -> None:
             raise TypeError(f"{field_.name} is {value!r}")
         numbers: Any = value if kind == "tuple[float, ...]" else [value] if "float" in kind else []
         for number in numbers:
-            if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
+            if not isinstance(number, (int, float)) or not 0 <= number <= MOST:
                 raise ValueError(f"{field_.name} holds {number!r}")
+        words: Any = value if kind == "tuple[str, ...]" else ()
+        if not all(isinstance(word, str) for word in words):
+            raise TypeError(f"{field_.name} holds {value!r}")
 
 
 def _row(facts: dict[str, Any]) -> Row:
     _typed(facts, Row)
-    for name in ("cold", "graph", "host", "cpu"):
+    for name in ("cold", "graph", "sustained", "host", "cpu"):
         if facts.get(name):
             _typed(facts[name], Stats)
             facts[name] = Stats(**{**facts[name], "passes": tuple(facts[name].get("passes", ()))})

@@ -113,7 +113,7 @@ def _run(number: int, record: Record) -> Run:
         gpu=record.gpu,
         facts=main,
         more_facts=more,
-        cut_short=record.end is None or not record.end.get("complete", True),
+        cut_short=record.cut_short,
         roofs=record.roofs,
         counts=_counts(record.rows, entered),
         losses=[_loss(contest) for contest in entered if contest.outcome == "slower"],
@@ -248,6 +248,7 @@ HEADS: list[tuple[str, bool, str]] = [
     ("moved", True, "each input read once, each output written once"),
     ("cold µs", True, "one call between two CUDA events, L2 flushed"),
     ("graph µs", True, "one call of a CUDA graph of many"),
+    ("sustained µs", True, "as cold, the GPU hot: where arithmetic is the bound"),
     ("host µs", True, "wall time of one call in a queue of calls"),
     ("cpu µs", True, "until the call returns"),
     ("error", True, "worst error over its tolerance; 1 is the limit"),
@@ -293,7 +294,7 @@ def _numbers(row: Row, contest: Contest) -> list[Cell]:
         Cell(f"{row.gbps:,.0f}" if row.gbps else ""),
         Cell(f"{row.tflops:,.3g}" if row.tflops else ""),
         Cell(size(row.bytes) if row.bytes else "", row.bytes or None),
-        *(_median(each) for each in (row.cold, row.graph, row.host, row.cpu)),
+        *(_median(getattr(row, way)) for way in WAYS),
         Cell("" if row.error is None else f"{row.error:.2f}"),
         Cell(str(len(row.kernels) or ""), tip="; ".join(row.kernels)[:120]),
     ]
@@ -326,14 +327,15 @@ def _remarks(row: Row) -> str:
 WORDS = ("op", "case", "dtype", "phase", "contender", "ours", "state", "reason")
 COUNTS = ("bytes_read", "bytes_written", "flops", "unit")
 MEASURED = ("method", "us", "gbps", "tflops", "roof_us", "roof", "of_roof", "bound", "error")
-WAYS = ("cold", "graph", "host", "cpu")
+WAYS = ("cold", "graph", "sustained", "host", "cpu")
 COLUMNS = (
+    *("record", "gpu"),
     *(*WORDS, "dims", "flags", "ran", "kernels", *COUNTS, *MEASURED),
     *(f"{way}_us" for way in WAYS),
 )
 
 
-def csv_text(rows: Iterable[Row]) -> str:
+def csv_text(records: Sequence[Record]) -> str:
     """One line per row with a line of heads: the flat fields, and the median of each way to time.
 
     Lists are joined by "; ", `dims` is JSON, what is missing is empty. A row that is not "ok" has
@@ -342,8 +344,9 @@ def csv_text(rows: Iterable[Row]) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for row in rows:
-        facts: dict[str, Any] = {name: getattr(row, name) for name in (*WORDS, *COUNTS)}
+    for of, row in ((record, row) for record in records for row in record.rows):
+        facts: dict[str, Any] = {"record": of.path.name, "gpu": of.gpu}
+        facts |= {name: getattr(row, name) for name in (*WORDS, *COUNTS)}
         facts["dims"] = json.dumps(row.dims, sort_keys=True, default=str)
         facts |= {"flags": "; ".join(row.flags), "ran": row.ran, "kernels": "; ".join(row.kernels)}
         if row.state == "ok":

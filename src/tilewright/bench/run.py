@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -87,7 +88,7 @@ def to_resume(folder: Path, gpu: Gpu, settings: dict[str, Any]) -> Record:
     same = ("tilewright", "source", "torch", "triton")
     here = doctor.environment()
     asked = ("warmup", "iters", "seed", "backends", "baselines")
-    before = {k: found.run["settings"].get(k) for k in asked}
+    before = {k: found.run.get("settings", {}).get(k) for k in asked}
     before |= {k: found.run["environment"].get(k) for k in same}
     now = {k: here[k] if k in same else _as_read(settings.get(k)) for k in before}
     for name, value in before.items():
@@ -176,12 +177,17 @@ def _each(
 
 
 def _measured(job: Job, bench: Bench) -> list[Row]:
+    """The rows of a case. One that cannot be set up does not end the run."""
     try:
         return measure(job.make(), bench)
     except torch.OutOfMemoryError as e:
-        op, case, dtype, phase = job.key
-        reason = f"not enough memory on this GPU: {str(e).splitlines()[0][:200]}"
-        return [Row(op, case, job.dims, dtype, phase, "all", True, "refused", reason)]
+        why = f"not enough memory on this GPU: {e}"
+    except Exception as e:  # an input, a reference or an earlier kernel may fail in its own way
+        why = f"it could not be measured: {type(e).__name__}: {e}"
     finally:
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # a broken context has nothing to give back
+                torch.cuda.empty_cache()
+    op, case, dtype, phase = job.key
+    reason = why.splitlines()[0][:250]
+    return [Row(op, case, job.dims, dtype, phase, "all", True, "refused", reason)]

@@ -46,6 +46,11 @@ def svg(picture: Picture, ident: str, standalone: bool = False) -> str:
     )
 
 
+def words(svg_text: str) -> list[str]:
+    """Every word in the picture, wherever it stands: lines may be broken in other places."""
+    return sorted(" ".join(re.findall(r"<text[^>]*>([^<]*)", svg_text)).split())
+
+
 def embedded_digest(svg_text: str) -> str | None:
     """The digest that `svg` wrote: two SVGs with the same one draw the same data."""
     found = re.search(r"<metadata>data sha256:([0-9a-f]{64})</metadata>", svg_text)

@@ -77,8 +77,18 @@ def short(symbol: str) -> str:
 
 def saw(expected: tuple[str, ...], names: tuple[str, ...]) -> bool:
     """Whether every kernel that a backend said it launches was launched."""
-    seen = {name.split("::")[-1] for name in names}
-    return all(short(kernel).split("::")[-1] in seen for kernel in expected)
+    seen = {_bare(name) for name in names}
+    return all(_bare(kernel) in seen for kernel in expected)
+
+
+def strangers(expected: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """What was launched beside them: part of the work may have been handed to somebody else."""
+    declared = {_bare(kernel) for kernel in expected}
+    return tuple(name for name in names if _bare(name) not in declared)
+
+
+def _bare(name: str) -> str:
+    return short(name).split("::")[-1]
 
 
 @lru_cache(maxsize=1)

@@ -104,12 +104,12 @@ def bench(
         fail("bench: --yardsticks measures no op. Leave out the ops, or the option.")
     if yardsticks and here is None:
         fail("bench: --yardsticks needs a GPU, and torch sees none here.", 1)
+    _folder(out, keep=here is not None and gpu is None)
     if here is None or gpu is not None:
         unused = [n for n, path in (("csv", csv), ("html", html), ("png", png)) if path]
         named = or_exit(lambda: gpus.pretend(gpu or "h200"))
         _without_gpu(works, named, here is None, unused, json_to)
         return
-    _folder(out)
     measured = "yardsticks" if yardsticks else "shapes" if shape else suite
     settings = {
         **{"suite": measured, "warmup": warmup, "iters": iters, "seed": seed},
@@ -140,9 +140,9 @@ def compare(
 
     found = or_exit(lambda: room.pair(record.read(before), record.read(after), fail_over=fail_over))
     _keep_apart([found.a.path, found.b.path], json_to)
-    emit(room.table(found), room.as_dict(found), json_to)
     if not found.pairs:
         fail("compare: no row has a time in both records; there is nothing to compare.")
+    emit(room.table(found), room.as_dict(found), json_to)
     raise typer.Exit(int(bool(room.regressions(found, only_ours=not everybody))))
 
 
@@ -163,7 +163,11 @@ def report(
     _need(("matplotlib", "jinja2"), html, png)
     rows = [row for one in found for row in one.rows]
     _keep_apart([one.path for one in found], csv, html, png, json_to)
-    told = "\n".join(f"{one.path} ({one.gpu}): {tables.summary(one.rows)}" for one in found)
+    told = "\n".join(
+        f"{one.path} ({one.gpu}{', cut short' if one.cut_short else ''}): "
+        f"{tables.summary(one.rows)}"
+        for one in found
+    )
     if json_to is not None:
         emit(told, [asdict(row) for row in rows], json_to)
     elif csv is None or str(csv) != "-":
@@ -296,11 +300,10 @@ def _write_files(found: Any, csv: Path | None, html: Path | None, png: Path | No
     from tilewright.bench import report as room
 
     records = found if isinstance(found, list) else [found]
-    rows = [row for one in records for row in one.rows]
     if csv is not None and str(csv) == "-":
-        print(room.csv_text(rows), end="")
+        print(room.csv_text(records), end="")
     elif csv is not None:
-        _save("--csv", csv, lambda: csv.write_text(room.csv_text(rows), encoding="utf-8"))
+        _save("--csv", csv, lambda: csv.write_text(room.csv_text(records), encoding="utf-8"))
     if html is not None:
         _save("--html", html, lambda: html.write_text(room.page(records), encoding="utf-8"))
     if png is not None:
@@ -328,13 +331,18 @@ def _need(packages: Sequence[str], *wanted: Path | None) -> None:
         fail(f'--html and --png need {" and ".join(missing)}: pip install "tilewright[bench]"')
 
 
-def _folder(path: Path) -> None:
+def _folder(path: Path, keep: bool) -> None:
     """Made before the work: a record that cannot be written is found out too late otherwise."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         usable = os.access(path, os.W_OK)
     except OSError:
         usable = False
+    if not (usable and keep):
+        for folder in made:
+            if folder.exists():
+                folder.rmdir()
     if not usable:
         fail(f"bench: --out is {path}, which cannot be written. Name a folder of yours.")
 

@@ -48,6 +48,8 @@ def writable(path: Path | None, option: str = "--json") -> Path | None:
     """Said before the work, not after it."""
     if path is None or str(path) == "-":
         return path
+    if path.suffix == ".jsonl" and path.exists():
+        fail(f"{option}: {path} is a record; it must not be overwritten. Name another file.")
     there = path  # or the nearest folder above it that exists
     while not there.exists():
         there = there.parent

@@ -103,8 +103,10 @@ def versions() -> dict[str, str]:
     for name, distribution in DISTRIBUTIONS.items():
         try:
             found[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        except importlib.metadata.PackageNotFoundError:  # a bare checkout may still tell
+            if not _not_importable(PEERS[name]):
+                module = importlib.import_module(PEERS[name])
+                found[name] = str(getattr(module, "__version__", "of unknown version"))
     return found
 
 
