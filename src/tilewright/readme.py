@@ -265,9 +265,10 @@ def agreement(root: Path) -> str:
         clocks, figures = ("clock_us", "in_turns_us"), ("bench_us", "do_bench_us")
         rows.append((row["case"], *(f"{row[name]:,.1f}" for name in clocks),
                      f"{row['clock_ratio']:.3f}", *(f"{row[name]:,.1f}" for name in figures),
-                     f"{row['bench_ratio']:.3f}"))  # fmt: skip
+                     f"{row['bench_ratio']:.3f}", f"{row['reading_us']:,.1f}",
+                     f"{row['reading_ratio']:.3f}"))  # fmt: skip
     heads = ("call", "our clock, µs", "do_bench in turns, µs", "ratio",
-             "bench, µs", "do_bench, µs", "ratio")  # fmt: skip
+             "bench, µs", "do_bench, µs", "ratio", "do_bench reading, µs", "ratio")  # fmt: skip
     return f"{_table(heads, rows)}\n\nMedians; {_environment(record)}."
 
 

@@ -3,16 +3,20 @@
 `triton.testing.do_bench` is the clock that most kernel authors know. Both must agree on large
 copies and large matrix products. Each call is compared twice: clock against clock, in turns so
 short that both see the same state of the GPU; and what `bench` prints for it, with roofs, checks
-and all, against `do_bench` as people call it, one after the other.
+and all, against `do_bench` as people call it, one after the other. `do_bench` flushes L2 by
+writing, and the timed call writes those lines back. As a control it runs once more with a flush
+that reads: what is left then is a difference of clocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,43 +32,60 @@ SQUARES = (4096, 8192)
 HEAT_MS = 500  # of calls before the first turn: a GPU at its power limit slows down within that
 TURNS = 12  # of each clock, one after the other
 TURN_MS = 60  # short, so that neither has a clock rate of its own
-REPEATS = 5  # of bench and do_bench
+REPEATS = 9  # of bench and do_bench
 
 
 def compare(subject: Subject, bench: Bench) -> dict[str, Any]:
     """Medians of one yardstick, in microseconds."""
     call = next(c for c in subject.contenders if c.name == "vendor").bind(subject.make(0))
     clock_us, in_turns_us = _clocks(call, bench)
-    bench_us, do_bench_us = _figures(subject, call, bench)
+    bench_us, do_bench_us, reading_us = _figures(subject, call, bench)
     return {
         "case": subject.title,
         **{"clock_us": clock_us, "in_turns_us": in_turns_us, "clock_ratio": clock_us / in_turns_us},
         **{"bench_us": bench_us, "do_bench_us": do_bench_us, "bench_ratio": bench_us / do_bench_us},
+        **{"reading_us": reading_us, "reading_ratio": bench_us / reading_us},
     }
 
 
 def _clocks(call: Call, bench: Bench) -> tuple[float, float]:
-    from triton.testing import do_bench
-
     ours, theirs = [], []
-    once = do_bench(call, warmup=HEAT_MS, rep=TURN_MS, return_mode="median")
+    rounds = round(TURN_MS * 1e3 / do_bench(call, warmup=HEAT_MS, rep=TURN_MS))
     for _ in range(TURNS):
-        ours.append(stats(bench.clock.cold({"call": call}, round(TURN_MS / once))["call"]).median)
-        theirs.append(do_bench(call, warmup=1, rep=TURN_MS, return_mode="median") * 1e3)
+        ours.append(stats(bench.clock.cold({"call": call}, rounds)["call"]).median)
+        theirs.append(do_bench(call, warmup=1, rep=TURN_MS))
     return median(ours), median(theirs)
 
 
-def _figures(subject: Subject, call: Call, bench: Bench) -> tuple[float, float]:
-    from triton.testing import do_bench
-
-    ours, theirs = [], []
+def _figures(subject: Subject, call: Call, bench: Bench) -> tuple[float, float, float]:
+    ours, theirs, reading = [], [], []
     for _ in range(REPEATS):
         row = next(row for row in measure(subject, bench) if row.contender == "vendor")
         if row.us is None:
             raise SystemExit(f"agreement: {subject.title} has no time: {row.reason or row.flags}")
         ours.append(row.us)
-        theirs.append(do_bench(call, return_mode="median") * 1e3)
-    return median(ours), median(theirs)
+        theirs.append(do_bench(call))
+        with _reading_flush():
+            reading.append(do_bench(call))
+    return median(ours), median(theirs), median(reading)
+
+
+def do_bench(call: Call, **options: Any) -> float:
+    """Triton's median, in microseconds."""
+    from triton import testing
+
+    return float(testing.do_bench(call, return_mode="median", **options)) * 1e3
+
+
+def _reading_flush() -> AbstractContextManager[Any]:
+    from triton import runtime
+
+    sink = torch.zeros((), device="cuda")
+
+    def clear(cache: torch.Tensor) -> None:
+        torch.sum(cache.view(torch.float32), dim=0, out=sink)
+
+    return mock.patch.object(runtime.driver.active, "clear_cache", clear)
 
 
 def main() -> None:
@@ -84,7 +105,8 @@ def main() -> None:
         print(
             f"{row['case']:46s} clock {row['clock_us']:8.1f} us, in turns with do_bench's "
             f"{row['in_turns_us']:8.1f}: {row['clock_ratio']:.3f}; bench {row['bench_us']:8.1f}, "
-            f"do_bench {row['do_bench_us']:8.1f}: {row['bench_ratio']:.3f}"
+            f"do_bench {row['do_bench_us']:8.1f}: {row['bench_ratio']:.3f}, reading "
+            f"{row['reading_us']:8.1f}: {row['reading_ratio']:.3f}"
         )
     if options.json:
         record = {"environment": doctor.environment(), "rows": rows}

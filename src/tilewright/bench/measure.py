@@ -5,12 +5,14 @@ values in the very tensors that were timed: whoever remembers a result gives the
 
 Work that is bound by arithmetic drives a GPU to its power limit, where neighbours in a rotation set
 the clock for each other: beside a roof that draws less, a matrix product runs faster than it ever
-will in a program. Such a case is timed once more, its contenders among themselves and the GPU hot.
-That is its time; what part of the roof it reaches is taken from the rotation, at equal clocks.
+will in a program. Such a case is timed once more, its contenders among themselves, after a rest and
+a spell of full load. That is its time; what part of the roof it reaches is taken from the rotation,
+at equal clocks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +32,7 @@ from tilewright.verify.compare import Verdict
 
 SMALL = 64 * 2**20  # bytes moved below which a call is timed in a graph as well
 REPLAYS = 10  # a graph is replayed once for so many iterations: each is a mean over many calls
+REST_S = 0.3  # before a sustained time: whatever ran before, it starts from the same state
 SUSTAIN_US = 50e3  # of work at full power, before a sustained time counts and while it does
 LOOSE = 16.0  # a rival may round more often than we allow ourselves, up to so many tolerances
 
@@ -210,9 +213,10 @@ def _time(subject: Subject, bench: Bench, args: Args, found: Mapping[str, _Candi
 
 
 def _sustained(subject: Subject, bench: Bench, calls: Mapping[str, Call]) -> timing.Samples:
-    """Contenders among themselves; what was timed before the GPU was hot is dropped."""
+    """Contenders among themselves; the first samples are the spell of full load."""
     round_us = bench.roofs.compute_us(subject.cost) * len(calls)
     heating = -(-int(SUSTAIN_US) // max(int(round_us), 1))
+    time.sleep(REST_S)
     found = bench.clock.cold(calls, heating + max(heating, -(-bench.iters // 2)))
     return {name: samples[heating:] for name, samples in found.items()}
 

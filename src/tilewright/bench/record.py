@@ -85,7 +85,7 @@ class Row:
     error: float | None = None  # worst error over its tolerance, before and after timing
     cold: Stats | None = None  # CUDA events around one call, L2 flushed by reading
     graph: Stats | None = None  # CUDA graph of many calls, each on its own tensors
-    sustained: Stats | None = None  # as cold, the GPU hot, contenders among themselves
+    sustained: Stats | None = None  # as cold, contenders among themselves, under load
     host: Stats | None = None  # wall time of one call in a queue of calls, kernels awaited
     cpu: Stats | None = None  # until the call returns, kernels not awaited
     samples: tuple[float, ...] = ()  # the device times behind `us`, first pass then second

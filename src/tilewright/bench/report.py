@@ -248,7 +248,7 @@ HEADS: list[tuple[str, bool, str]] = [
     ("moved", True, "each input read once, each output written once"),
     ("cold µs", True, "one call between two CUDA events, L2 flushed"),
     ("graph µs", True, "one call of a CUDA graph of many"),
-    ("sustained µs", True, "as cold, the GPU hot: where arithmetic is the bound"),
+    ("sustained µs", True, "as cold, under load: where arithmetic is the bound"),
     ("host µs", True, "wall time of one call in a queue of calls"),
     ("cpu µs", True, "until the call returns"),
     ("error", True, "worst error over its tolerance; 1 is the limit"),
