@@ -85,7 +85,10 @@ def test_an_out_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, two: Any
 def test_an_out_that_cannot_be_written_is_told_without_a_gpu_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert_one_line(tw("bench", "relu", "--out", "/proc/nowhere"), "--out", "/proc/nowhere")
+    for out in ("/proc/nowhere", tmp_path / ("a" * 300)):
+        assert_one_line(tw("bench", "relu", "--out", out), "--out", str(out))
+    long = tmp_path / ("a" * 300 + ".json")
+    assert_one_line(tw("bench", "relu", "--json", long), "--json", "cannot be written")
     monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
     done = tw("bench", "relu", "--shape", "64x64", "--out", tmp_path / "a" / "b")
     assert done.exit_code == 0

@@ -486,6 +486,24 @@ def test_a_case_bound_by_arithmetic_is_timed_hot_and_without_the_roofs() -> None
     assert (row.bound, row.flags, len(row.samples)) == ("compute", (), 2 * COOL)
 
 
+def test_a_sustained_time_above_the_roof_is_flagged() -> None:
+    """Its roof may be slower under load, not faster than it was measured."""
+    of = arithmetic((4096, 4096))
+    made = bench(of, {"triton": 1300.0, "roof: mma bf16": 1200.0})
+
+    class Lying(fake_bench.Clock):
+        def cold(self, calls: Any, rounds: int) -> Any:
+            found = self._samples("cold", calls, rounds)
+            alone = not any(name.startswith("roof") for name in calls)
+            return {n: [1050.0] * rounds for n in found} if alone else found
+
+    roofs = fake_bench.Roofs(compute_us=1100.0)
+    row = measure(of, replace(made, clock=Lying(made.clock.us), roofs=roofs))[0]
+    assert row.us == 1050.0
+    assert "1.14x of its roof" in row.flags[-1]
+    assert is_suspect(row)
+
+
 @pytest.mark.parametrize(("shape", "compute_us"), [((64, 512), 1100.0), ((4096, 4096), 30.0)])
 def test_others_are_not(shape: tuple[int, int], compute_us: float) -> None:
     """Small ones, which a graph times, and those that memory limits."""

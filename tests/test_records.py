@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fake_bench import H200, bench, subject
+from fake_bench import H200, bench, ours, subject
 from tilewright import doctor
 from tilewright import gpu as gpus
 from tilewright.bench import machine, record
@@ -86,6 +86,8 @@ GOOD = {
         json.dumps({**GOOD, "ours": 1}),
         json.dumps({**GOOD, "samples": ["a"]}),
         json.dumps({**GOOD, "us": 1e308}),
+        json.dumps({**GOOD, "bytes_read": 10**400}),
+        json.dumps({**GOOD, "bytes_read": -5}),
         json.dumps({**GOOD, "flags": [1]}),
         "[" * 100_000,
         '{"kind": "roof", "name": "x", "unit": "us", "value": 0}',
@@ -264,6 +266,37 @@ def test_a_case_that_cannot_be_set_up_does_not_end_the_run(tmp_path: Path) -> No
     found = record.read(path)
     assert found.end is not None
     assert found.end["complete"]
+
+
+def test_a_case_that_failed_as_a_whole_is_tried_again_on_resume(tmp_path: Path) -> None:
+    (job,) = named(1)
+    tries: list[int] = []
+
+    def once_broken() -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("a bad moment")
+        return job.make()
+
+    path = tmp_path / "a.jsonl"
+    jobs = [replace(job, make=once_broken)]
+    first = run(jobs, instruments(), settings=SETTINGS, path=path)
+    assert [row.contender for row in first.rows] == [record.WHOLE_CASE]
+    assert [row.contender for row in record.read(path).rows] == [record.WHOLE_CASE]
+    again = run(jobs, instruments(), settings=SETTINGS, path=path, resumed=record.read(path))
+    assert {row.state for row in again.rows} == {"ok"}
+    kept = record.read(path).rows  # what failed and was measured later is no part of the case
+    assert [row.key for row in kept] == [row.key for row in again.rows]
+
+
+def test_a_wildly_wrong_row_can_be_read_back(tmp_path: Path) -> None:
+    of = subject("relu", (4, 8))
+    wild = ours(lambda x: torch.full_like(x, 3e38))
+    of = replace(of, contenders=(wild,))
+    path = tmp_path / "a.jsonl"
+    result = run([Job.of(of)], instruments(), settings=SETTINGS, path=path)
+    assert result.rows[0].state == "refused"
+    assert [row.state for row in record.read(path).rows] == ["refused"]
 
 
 # --- machine -------------------------------------------------------------------------------------

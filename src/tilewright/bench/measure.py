@@ -22,7 +22,7 @@ import torch
 
 from tilewright.bench import guard, timing, witness
 from tilewright.bench.guard import Floor
-from tilewright.bench.record import Roof, Row, Stats
+from tilewright.bench.record import MOST, Roof, Row, Stats
 from tilewright.bench.roofs import RoofCall, mix_of, sets_for
 from tilewright.bench.subject import Call, Contender, Subject, judge
 from tilewright.errors import TilewrightError
@@ -294,7 +294,7 @@ def _row(
     )
     if one.state == "unavailable":
         return row
-    row = replace(row, error=one.error)
+    row = replace(row, error=min(one.error, MOST))
     if one.state == "ok" and one.contender.launches:
         row = _with_witness(row, one)
     if row.state != "ok":
@@ -341,7 +341,7 @@ def _with_times(
         flags.append("no device time: it waits for the GPU inside, or cannot be captured")
         return replace(row, flags=tuple(flags))
     if method == "sustained" and row.cold:
-        floor = floor.slowed(found.median / row.cold.median)
+        floor = floor.slowed(max(found.median / row.cold.median, 1.0))
     if timing.is_noisy(found):
         flags.append(f"noisy: two passes differ by {found.spread:.1%}")
     if len(found.passes) < 2 or (method != "graph" and found.n < bench.iters / 2):

@@ -64,7 +64,7 @@ def _latency(rows: Sequence[Row]) -> Picture:
         times = [time for row in rows for time in canvas.band(row)]
         canvas.log_axis(axes, [*times, *roofs.values()], "y")
         axes.set_ylabel("µs")
-        slowest = max((time_of(row) / row.roof_us for row in rows if row.roof_us), default=2.0)
+        slowest = max((1 / row.of_roof for row in rows if row.of_roof), default=2.0)
         ratio.set(xlabel="bytes moved", ylabel="µs / roof", ylim=(0.9, max(1.6, min(slowest, 3))))
         if roofs:
             axes.plot(list(roofs), list(roofs.values()), color=light("ink"), ls=DASHED, lw=1)
@@ -73,7 +73,7 @@ def _latency(rows: Sequence[Row]) -> Picture:
             its = [row for row in rows if row.contender == name and row.ours == ours]
             look = {"color": light(canvas.colour(name, ours)), "linewidth": 1.6 if ours else 1.0}
             canvas.line(axes, its, lambda row: 1.0, look)
-            roofed = [row for row in its if row.roof_us]
+            roofed = [row for row in its if row.of_roof]
             canvas.line(ratio, roofed, lambda row: row.roof_us or 1.0, look)
             for row in its:
                 dots.draw(axes, row.bytes, time_of(row), row, **(HOLLOW if row.flags else {}))

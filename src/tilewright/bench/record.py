@@ -23,6 +23,7 @@ from tilewright.errors import InputError
 
 SCHEMA = 1
 MOST = 1e30  # no time, count or rate is above this
+WHOLE_CASE = "all"  # the contender of a row that says why a case could not be measured
 STATES = ("ok", "refused", "unavailable")
 
 
@@ -191,6 +192,13 @@ def read(path: Path | str) -> Record:
             if isinstance(e, InputError):
                 raise
             raise _damaged(path, number, "is no line of a record") from e
+    if record is not None:  # a case that failed as a whole may have been measured when resumed
+        measured = {row.case_key for row in record.rows if row.contender != WHOLE_CASE}
+        record.rows = [
+            row
+            for row in record.rows
+            if row.contender != WHOLE_CASE or row.case_key not in measured
+        ]
     if record is None:
         raise InputError(f"record: {path} is empty. Name a file that `tilewright bench` wrote.")
     return record
@@ -237,7 +245,8 @@ def _typed(facts: Mapping[str, Any], of: type) -> None:
             continue
         if not isinstance(value, KINDS[kind]) or (kind != "bool" and isinstance(value, bool)):
             raise TypeError(f"{field_.name} is {value!r}")
-        numbers: Any = value if kind == "tuple[float, ...]" else [value] if "float" in kind else []
+        alone = "float" in kind or kind == "int"
+        numbers: Any = value if kind == "tuple[float, ...]" else [value] if alone else []
         for number in numbers:
             if not isinstance(number, (int, float)) or not 0 <= number <= MOST:
                 raise ValueError(f"{field_.name} holds {number!r}")

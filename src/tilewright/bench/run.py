@@ -118,7 +118,8 @@ def run(
 ) -> Run:
     """Measure the jobs in order. Ctrl-C and the time limit keep what was measured."""
     started = clock()
-    result = Run(path, rows=list(resumed.rows) if resumed else [])
+    kept = [r for r in resumed.rows if r.contender != record.WHOLE_CASE] if resumed else []
+    result = Run(path, rows=kept)
     done = {(r.op, r.case, r.dtype, r.phase) for r in result.rows}
     waiting = [job for job in jobs if job.key not in done]
     result.header = header(settings)
@@ -190,4 +191,4 @@ def _measured(job: Job, bench: Bench) -> list[Row]:
                 torch.cuda.empty_cache()
     op, case, dtype, phase = job.key
     reason = why.splitlines()[0][:250]
-    return [Row(op, case, job.dims, dtype, phase, "all", True, "refused", reason)]
+    return [Row(op, case, job.dims, dtype, phase, record.WHOLE_CASE, True, "refused", reason)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,6 +31,7 @@ from tilewright.cli.console import (
 app = typer.Typer()
 
 INTERRUPTED = 130  # as a shell says it
+RECORDS = Path("out/bench")
 
 
 def _file(option: str, what: str, suffix: str = "") -> Any:
@@ -76,7 +78,7 @@ def bench(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 if any row is above its roof.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("out/bench"),
+    out: Annotated[Path, typer.Option(help="Folder of the records.")] = RECORDS,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest record in --out.")
     ] = False,
@@ -104,7 +106,9 @@ def bench(
         fail("bench: --yardsticks measures no op. Leave out the ops, or the option.")
     if yardsticks and here is None:
         fail("bench: --yardsticks needs a GPU, and torch sees none here.", 1)
-    _folder(out, keep=here is not None and gpu is None)
+    timed = here is not None and gpu is None
+    if timed or out != RECORDS:
+        _folder(out, keep=timed)
     if here is None or gpu is not None:
         unused = [n for n, path in (("csv", csv), ("html", html), ("png", png)) if path]
         named = or_exit(lambda: gpus.pretend(gpu or "h200"))
@@ -333,15 +337,16 @@ def _need(packages: Sequence[str], *wanted: Path | None) -> None:
 
 def _folder(path: Path, keep: bool) -> None:
     """Made before the work: a record that cannot be written is found out too late otherwise."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    made: list[Path] = []
     try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         usable = os.access(path, os.W_OK)
     except OSError:
         usable = False
     if not (usable and keep):
         for folder in made:
-            if folder.exists():
+            with contextlib.suppress(OSError):  # not made after all, or no longer empty
                 folder.rmdir()
     if not usable:
         fail(f"bench: --out is {path}, which cannot be written. Name a folder of yours.")

@@ -48,13 +48,17 @@ def writable(path: Path | None, option: str = "--json") -> Path | None:
     """Said before the work, not after it."""
     if path is None or str(path) == "-":
         return path
-    if path.suffix == ".jsonl" and path.exists():
-        fail(f"{option}: {path} is a record; it must not be overwritten. Name another file.")
-    there = path  # or the nearest folder above it that exists
-    while not there.exists():
-        there = there.parent
-    taken = path.is_dir() or (there != path and not there.is_dir())
-    if taken or not os.access(there, os.W_OK):
+    try:
+        if path.suffix == ".jsonl" and path.exists():
+            fail(f"{option}: {path} is a record; it must not be overwritten. Name another file.")
+        there = path  # or the nearest folder above it that exists
+        while not there.exists():
+            there = there.parent
+        taken = path.is_dir() or (there != path and not there.is_dir())
+        usable = not taken and os.access(there, os.W_OK)
+    except OSError:  # a name that no file can have, a folder that may not be entered
+        usable = False
+    if not usable:
         fail(f"{option}: {path} cannot be written. Name a file in a folder of yours.")
     return path
 

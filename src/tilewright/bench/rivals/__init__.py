@@ -88,10 +88,11 @@ def _not_importable(package: str) -> str:
     try:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-    except ImportError:
-        return f"{package} is not installed"
-    try:
         importlib.import_module(package)
+    except ModuleNotFoundError as e:
+        if e.name and package.startswith(e.name):
+            return f"{package} is not installed"
+        return f"{package} cannot be imported: {e}"
     except Exception as e:  # a peer's package may fail in its own way
         return f"{package} cannot be imported: {type(e).__name__}: {str(e)[:200]}"
     return ""
