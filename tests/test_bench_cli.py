@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +230,15 @@ def test_exit_codes() -> None:
     assert code(a_run(physics), strict=True) == 1
     assert code(a_run(a_row(state="refused", reason="wrong")), strict=False) == 1
     assert code(a_run(a_row(), ended_by="interrupt"), strict=False) == 130
+
+
+@pytest.mark.parametrize("module", ["agreement", "host"])
+def test_modules_say_before_the_work_that_a_file_cannot_be_written(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = importlib.import_module(f"tilewright.bench.{module}")
+    monkeypatch.setattr(sys, "argv", [module, "--json", "/no/such/folder/x.json"])
+    with pytest.raises(SystemExit) as ended:
+        room.main()
+    assert ended.value.code == 2
+    assert "--json: /no/such/folder is no folder" in capsys.readouterr().err

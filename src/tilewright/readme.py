@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench import record as bench_record
 from tilewright.bench.contest import (
     NO_NUMBER,
     SHORT,
@@ -28,7 +27,7 @@ from tilewright.bench.contest import (
     micros,
     time_of,
 )
-from tilewright.bench.record import Row
+from tilewright.bench.record import Record, Row, read
 from tilewright.bench.rivals import NAMES
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
@@ -129,11 +128,8 @@ def compiled(root: Path) -> str:
     return _table(("compiler", "SMs", "binaries", "violations"), rows)
 
 
-def performance(root: Path) -> str:
-    """What a plain call runs, beside every rival, from results/h200/bench-model.jsonl."""
-    found = _bench(root, "bench-model")
-    if found is None:
-        return NOT_MEASURED
+def performance(found: Record) -> str:
+    """What a plain call runs, beside every rival."""
     judged = _distinct([c for c in contests(found.rows) if c.entered])
     rivals = _rivals(judged)
     rows = []
@@ -146,9 +142,13 @@ def performance(root: Path) -> str:
         cells += [best.contender, micros(best.us or 0), f"{best.of_roof or 0:.0%}"]
         rows.append([*cells, *_ratios(contest, best, rivals)])
     heads = ("op", "case", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
-    pictures = "\n\n".join(f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})"
-                           for name, svg in _pictures(root).items())  # fmt: skip
-    return f"{_table(heads, rows)}\n\n{_bench_words(found)}\n\n{pictures}"
+    return _table(heads, rows)
+
+
+def pictures(root: Path) -> str:
+    """The README's pictures of results/h200/bench-model.jsonl, with what they say in words."""
+    shown = [f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})" for name, svg in _drawn(root).items()]
+    return "\n\n".join(shown) or NOT_MEASURED
 
 
 def _rivals(judged: Sequence[Contest]) -> list[str]:
@@ -204,33 +204,26 @@ def measured(folder: str, root: Path) -> str:
     return f"{_table(heads, rows)}\n\n{'; '.join(_environment(r.run) for r in found[:1])}."
 
 
-def yardsticks(root: Path) -> str:
-    """What the vendor's libraries and the peers reach, from results/h200/yardsticks.jsonl."""
-    found = _bench(root, "yardsticks")
-    if found is None:
-        return NOT_MEASURED
+def yardsticks(found: Record) -> str:
+    """What the vendor's libraries and the peers reach."""
     rows = []
     for row in filter(has_number, found.rows):
         rate = f"{row.gbps:,.0f} GB/s" if row.bound == "bandwidth" else f"{row.tflops:,.0f} TFLOP/s"
         where = f"{row.op} {row.case}, {SHORT.get(row.dtype, row.dtype)}"
         rows.append((where, row.contender, micros(row.us or 0), rate, f"{row.of_roof or 0:.0%}",
                      "; ".join(row.flags)))  # fmt: skip
-    heads = ("work", "by", "µs", "rate", "of roof", "flagged")
-    return f"{_table(heads, rows)}\n\n{_bench_words(found)}"
+    return _table(("work", "by", "µs", "rate", "of roof", "flagged"), rows)
 
 
-def roofs(root: Path) -> str:
-    """The roofs of results/h200/bench-quick.jsonl."""
-    found = _bench(root, "bench-quick")
-    if found is None:
-        return NOT_MEASURED
+def roofs(found: Record) -> str:
+    """What the GPU reached at best."""
     rows = []
     for roof in found.roofs:
         datasheet = f"{roof.datasheet:,.0f}" if roof.datasheet else ""
         digits = 2 if roof.unit == "us" else 0
         unit = "µs" if roof.unit == "us" else roof.unit
         rows.append((roof.name, f"{roof.value:,.{digits}f} {unit}", datasheet))
-    return f"{_table(('roof', 'measured', 'datasheet'), rows)}\n\n{_bench_words(found)}"
+    return _table(("roof", "measured", "datasheet"), rows)
 
 
 def repeated(root: Path) -> str:
@@ -278,14 +271,25 @@ def profile(root: Path) -> str:
     return NOT_MEASURED if record is None else worked_example(record)
 
 
+def _of_bench(name: str, table: Callable[[Record], str]) -> Callable[[Path], str]:
+    """A region that is a table of results/h200/<name>.jsonl, and where that was measured."""
+
+    def region(root: Path) -> str:
+        found = _bench(root, name)
+        return f"{table(found)}\n\n{_bench_words(found)}" if found else NOT_MEASURED
+
+    return region
+
+
 REGIONS: dict[str, Callable[[Path], str]] = {
     "ops": ops,
-    "performance": performance,
+    "performance": _of_bench("bench-model", performance),
+    "pictures": pictures,
     "host-cost": host_cost,
     "verified": verified,
     "compiled": compiled,
-    "roofs": roofs,
-    "yardsticks": yardsticks,
+    "roofs": _of_bench("bench-quick", roofs),
+    "yardsticks": _of_bench("yardsticks", yardsticks),
     "repeated": repeated,
     "agreement": agreement,
     "profile": profile,
@@ -316,7 +320,7 @@ def stale_pictures(root: Path) -> list[str]:
     from tilewright.bench.svg import embedded_digest, words
 
     stale = []
-    for name, wanted in _pictures(root).items():
+    for name, wanted in _drawn(root).items():
         path = root / PICTURES / name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if (embedded_digest(text), words(text)) != (embedded_digest(wanted), words(wanted)):
@@ -324,19 +328,19 @@ def stale_pictures(root: Path) -> list[str]:
     return stale
 
 
-def _pictures(root: Path) -> dict[str, str]:
+def _drawn(root: Path) -> dict[str, str]:
     from tilewright.bench.report import readme_pictures
 
     found = _bench(root, "bench-model")
     return readme_pictures(found) if found else {}
 
 
-def _bench(root: Path, name: str) -> bench_record.Record | None:
+def _bench(root: Path, name: str) -> Record | None:
     path = root / "results" / "h200" / f"{name}.jsonl"
-    return bench_record.read(path) if path.exists() else None
+    return read(path) if path.exists() else None
 
 
-def _bench_words(found: bench_record.Record) -> str:
+def _bench_words(found: Record) -> str:
     parts = [_environment(found.run)]
     parts += [f"{name} {version}" for name, version in found.run.get("rivals", {}).items()]
     state = found.run.get("machine") or {}
@@ -390,7 +394,7 @@ def main() -> None:
         path.write_text(text, encoding="utf-8")
     if stale_pictures(root):
         (root / PICTURES).mkdir(parents=True, exist_ok=True)
-        for name, text in _pictures(root).items():
+        for name, text in _drawn(root).items():
             (root / PICTURES / name).write_text(text, encoding="utf-8")
 
 

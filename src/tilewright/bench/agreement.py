@@ -92,6 +92,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Our clock beside triton.testing.do_bench")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.json and not options.json.parent.is_dir():  # said before the work, not after it
+        parser.error(f"--json: {options.json.parent} is no folder. Name a file in one that is.")
     here = gpu.detect()
     if here is None or not torch.cuda.is_available():
         raise SystemExit("agreement: there is no GPU here, and nothing to compare")

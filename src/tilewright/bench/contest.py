@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tilewright.bench.record import Row, Stats
+from tilewright.bench.record import WAYS, Row, Stats
 from tilewright.bench.rivals import ALWAYS
 
 T = TypeVar("T")
@@ -116,8 +116,7 @@ def time_of(row: Row) -> float:
 
 def device_stats(row: Row) -> Stats | None:
     """The statistics behind `us`."""
-    by_way = {"graph": row.graph, "sustained": row.sustained, "cold": row.cold}
-    return by_way.get(row.method)
+    return getattr(row, row.method) if row.method in WAYS else None
 
 
 def _fastest(rows: Iterable[Row]) -> Row | None:

@@ -103,6 +103,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.json and not options.json.parent.is_dir():  # said before the work, not after it
+        parser.error(f"--json: {options.json.parent} is no folder. Name a file in one that is.")
     record = run(options.calls)
     for row in record["rows"]:
         kind = "with grad" if row["grad"] else "no grad"

@@ -22,7 +22,7 @@ import torch
 
 from tilewright.bench import guard, timing, witness
 from tilewright.bench.guard import Floor
-from tilewright.bench.record import MOST, Roof, Row, Stats
+from tilewright.bench.record import MOST, WAYS, Roof, Row, Stats
 from tilewright.bench.roofs import RoofCall, mix_of, sets_for
 from tilewright.bench.subject import Call, Contender, Subject, judge
 from tilewright.errors import TilewrightError
@@ -133,7 +133,8 @@ def _take_verdict(one: _Candidate, verdict: Verdict, when: str) -> None:
 
 def _soil(results: Any, args: Args) -> None:
     """Leave no right result in memory that is about to be free: what the next call does not write
-    must show. All bits set is NaN in every floating-point format."""
+    must show. All bits set is NaN in every floating-point format. Whoever returns what it keeps
+    is hurt, and refused: a cache, or a backward that gives away a tensor it has saved."""
     inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
     for result in as_tuple(results):
         if isinstance(result, torch.Tensor):
@@ -327,15 +328,8 @@ def _with_times(
 ) -> Row:
     name, flags = row.contender, list(row.flags)
     method = next(way for way in ("graph", "sustained", "cold") if way in times.ways)
-    by_way = {way: times.stats(way, name) for way in times.ways}
-    row = replace(
-        row,
-        cold=by_way.get("cold"),
-        graph=by_way.get("graph"),
-        sustained=by_way.get("sustained"),
-        host=by_way.get("host"),
-        cpu=by_way.get("cpu"),
-    )
+    by_way: dict[str, Any] = {way: times.stats(way, name) for way in times.ways}
+    row = replace(row, **by_way)
     found, floor = by_way[method], floors[method]
     if found is None or floor is None:
         flags.append("no device time: it waits for the GPU inside, or cannot be captured")
@@ -351,8 +345,8 @@ def _with_times(
     call = guard.Timed(found.median, subject.traffic, least, subject.cost, seen)
     verdict = guard.judge(call, floor, bench.gpu)
     if verdict.refused:
-        row = replace(row, state="refused", reason=verdict.refused)
-        return replace(row, cold=None, graph=None, sustained=None, host=None, cpu=None)
+        no_times: dict[str, Any] = dict.fromkeys(WAYS)
+        return replace(row, state="refused", reason=verdict.refused, **no_times)
     return replace(
         row,
         method=method,

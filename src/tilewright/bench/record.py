@@ -24,6 +24,7 @@ from tilewright.errors import InputError
 SCHEMA = 1
 MOST = 1e30  # no time, count or rate is above this
 WHOLE_CASE = "all"  # the contender of a row that says why a case could not be measured
+WAYS = ("cold", "graph", "sustained", "host", "cpu")  # of timing; each is a field of a row
 STATES = ("ok", "refused", "unavailable")
 
 
@@ -192,16 +193,16 @@ def read(path: Path | str) -> Record:
             if isinstance(e, InputError):
                 raise
             raise _damaged(path, number, "is no line of a record") from e
-    if record is not None:  # a case that failed as a whole may have been measured when resumed
-        measured = {row.case_key for row in record.rows if row.contender != WHOLE_CASE}
-        record.rows = [
-            row
-            for row in record.rows
-            if row.contender != WHOLE_CASE or row.case_key not in measured
-        ]
     if record is None:
         raise InputError(f"record: {path} is empty. Name a file that `tilewright bench` wrote.")
+    record.rows = _settled(record.rows)
     return record
+
+
+def _settled(rows: Sequence[Row]) -> list[Row]:
+    """Without the failures of cases that were measured later, when the run was resumed."""
+    measured = {row.case_key for row in rows if row.contender != WHOLE_CASE}
+    return [row for row in rows if row.contender != WHOLE_CASE or row.case_key not in measured]
 
 
 def newest(path: Path) -> Path:
@@ -257,7 +258,7 @@ def _typed(facts: Mapping[str, Any], of: type) -> None:
 
 def _row(facts: dict[str, Any]) -> Row:
     _typed(facts, Row)
-    for name in ("cold", "graph", "sustained", "host", "cpu"):
+    for name in WAYS:
         if facts.get(name):
             _typed(facts[name], Stats)
             facts[name] = Stats(**{**facts[name], "passes": tuple(facts[name].get("passes", ()))})

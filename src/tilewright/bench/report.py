@@ -32,7 +32,7 @@ from tilewright.bench.contest import (
     verdict,
     where,
 )
-from tilewright.bench.record import Record, Roof, Row, Stats
+from tilewright.bench.record import WAYS, Record, Roof, Row, Stats
 from tilewright.bench.svg import pixels, svg
 
 __all__ = ["csv_text", "figure_digest", "page", "readme_pictures", "write_png"]
@@ -327,7 +327,6 @@ def _remarks(row: Row) -> str:
 WORDS = ("op", "case", "dtype", "phase", "contender", "ours", "state", "reason")
 COUNTS = ("bytes_read", "bytes_written", "flops", "unit")
 MEASURED = ("method", "us", "gbps", "tflops", "roof_us", "roof", "of_roof", "bound", "error")
-WAYS = ("cold", "graph", "sustained", "host", "cpu")
 COLUMNS = (
     *("record", "gpu"),
     *(*WORDS, "dims", "flags", "ran", "kernels", *COUNTS, *MEASURED),

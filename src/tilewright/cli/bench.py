@@ -109,7 +109,7 @@ def bench(
     timed = here is not None and gpu is None
     if timed or out != RECORDS:
         _folder(out, keep=timed)
-    if here is None or gpu is not None:
+    if not timed:
         unused = [n for n, path in (("csv", csv), ("html", html), ("png", png)) if path]
         named = or_exit(lambda: gpus.pretend(gpu or "h200"))
         _without_gpu(works, named, here is None, unused, json_to)

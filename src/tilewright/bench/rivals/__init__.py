@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -86,14 +85,10 @@ def peer(name: str, op: str) -> Rival | None:
 
 def _not_importable(package: str) -> str:
     try:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
         importlib.import_module(package)
-    except ModuleNotFoundError as e:
-        if e.name and package.startswith(e.name):
-            return f"{package} is not installed"
-        return f"{package} cannot be imported: {e}"
     except Exception as e:  # a peer's package may fail in its own way
+        if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
+            return f"{package} is not installed"
         return f"{package} cannot be imported: {type(e).__name__}: {str(e)[:200]}"
     return ""
 
