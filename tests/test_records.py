@@ -290,13 +290,13 @@ def test_a_case_that_failed_as_a_whole_is_tried_again_on_resume(tmp_path: Path) 
 
 
 def test_a_wildly_wrong_row_can_be_read_back(tmp_path: Path) -> None:
-    of = subject("relu", (4, 8))
-    wild = ours(lambda x: torch.full_like(x, 3e38))
-    of = replace(of, contenders=(wild,))
+    wild = ours(lambda x, dim, dtype: torch.full_like(x, 3e38))
+    of = replace(subject("softmax", (4, 8)), contenders=(wild,))
     path = tmp_path / "a.jsonl"
     result = run([Job.of(of)], instruments(), settings=SETTINGS, path=path)
     assert result.rows[0].state == "refused"
-    assert [row.state for row in record.read(path).rows] == ["refused"]
+    (row,) = record.read(path).rows
+    assert (row.state, row.error) == ("refused", record.MOST)
 
 
 # --- machine -------------------------------------------------------------------------------------
