@@ -11,6 +11,12 @@ from dataclasses import dataclass
 RELU = "ops/relu/triton_impl.py"
 SOFTMAX = "ops/softmax/triton_impl.py"
 RMS_NORM = "ops/rms_norm/triton_impl.py"
+LAYER_NORM = "ops/layer_norm/triton_impl.py"
+RMS_NORM_FP8 = "ops/rms_norm_fp8/triton_impl.py"
+LAYER_NORM_FP8 = "ops/layer_norm_fp8/triton_impl.py"
+FP8 = "toolkit/triton_fp8.py"
+PARTIALS = "toolkit/partials.py"
+STATISTICS = "toolkit/statistics.py"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,13 @@ NORM_CASTS = Checks("rms_norm", ("random",), 40)  # float16 with casting="llama"
 ADD_RANDOM = Checks("add_rms_norm", ("random",), 8)
 SOFTMAX_CASES = Checks("softmax", ("cases",))
 NORM_CASES = Checks("rms_norm", ("cases",))
+LAYER_RANDOM = Checks("layer_norm", ("random",), 24)  # far means among them, also in the loop
+LAYER_CASES = Checks("layer_norm", ("cases",))
+FP8_RANDOM = Checks("rms_norm_fp8", ("random",), 24)
+FP8_CASES = Checks("rms_norm_fp8", ("cases",))
+FP8_BITS = Checks("rms_norm_fp8", ("bits",))
+LAYER_FP8_RANDOM = Checks("layer_norm_fp8", ("random",), 24)
+LAYER_FP8_CASES = Checks("layer_norm_fp8", ("cases",))
 
 PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
@@ -154,6 +167,104 @@ PLANTED = (
         "dim out of range is not refused", Checks("softmax", ("errors",)), "ops/softmax/op.py",
         "if not -input.dim() <= dim < input.dim():", "if False:",
     ),
+    # --- layer_norm -----------------------------------------------------------------------------
+    Planted(
+        "the squares are summed before the mean is taken out", LAYER_RANDOM, STATISTICS,
+        "x = tl.where(inside, x - mean_of(tl.sum(x, 1), n)[:, None], 0.0)",
+        "x = tl.where(inside, x, 0.0)",
+    ),
+    Planted(
+        "masked elements enter the variance", LAYER_RANDOM, STATISTICS,
+        "x = tl.where(inside, x - mean_of(tl.sum(x, 1), n)[:, None], 0.0)",
+        "x = x - mean_of(tl.sum(x, 1), n)[:, None]",
+    ),
+    Planted(
+        "the rounding of a far mean stays in the row", LAYER_RANDOM, STATISTICS,
+        "left = mean_of(tl.sum(x, 1), n)", "left = 0.0 * mean_of(tl.sum(x, 1), n)",
+    ),
+    Planted(
+        "eps stands outside the deviation's root", LAYER_RANDOM, STATISTICS,
+        "tl.rsqrt(variance + eps)", "1 / (tl.sqrt(variance) + eps)",
+    ),
+    Planted(
+        "the first chunk's mean divides by its width", LAYER_RANDOM, STATISTICS,
+        "mean_of(tl.sum(x, 0), tl.minimum(n, BLOCK))", "mean_of(tl.sum(x, 0), BLOCK)",
+    ),
+    Planted(
+        "masked elements enter Welford's sums", LAYER_CASES, STATISTICS,
+        "step = tl.where(inside, x - mean, 0.0)", "step = x - mean",
+    ),
+    Planted(
+        "Welford counts one element too many", LAYER_RANDOM, STATISTICS,
+        "(1.0 / seen)", "(1.0 / (seen + 1))",
+    ),
+    Planted(
+        "lanes that end in the last chunk weigh as much as the others", LAYER_CASES, STATISTICS,
+        "tl.cdiv(n - column, BLOCK)", "tl.cdiv(n - 0 * column, BLOCK)",
+    ),
+    Planted(
+        "lanes are merged without what sets them apart", LAYER_RANDOM, STATISTICS,
+        "squares + seen * apart * apart", "squares",
+    ),
+    Planted(
+        "a bias without a weight is ignored", LAYER_RANDOM, LAYER_NORM,
+        "    if b_ptr is not None:", "    if b_ptr is not None and w_ptr is not None:", times=2,
+    ),
+    Planted(
+        "the backward leaves out the gradient's mean", LAYER_RANDOM, LAYER_NORM,
+        "g - (tl.sum(g, 1) / n)[:, None] - x", "g - x",
+    ),
+    Planted(
+        "a wide row's products are not centred", LAYER_CASES, LAYER_NORM,
+        "(tl.sum(products, 0) / n - left * aside)", "(tl.sum(products, 0) / n)",
+    ),
+    Planted(
+        "dB is weighed", LAYER_RANDOM, LAYER_NORM,
+        "            db += g\n        if w_ptr is not None:\n"
+        "            g *= tl.load(w_ptr + column, mask=column < n, other=0.0).to(tl.float32)\n",
+        "            pass\n        if w_ptr is not None:\n"
+        "            g *= tl.load(w_ptr + column, mask=column < n, other=0.0).to(tl.float32)\n"
+        "        db += g\n",
+    ),
+    Planted(
+        "a program keeps its last rows' part of dB only", LAYER_CASES, LAYER_NORM,
+        "db += g\n", "db = g\n",
+    ),
+    Planted(
+        "a wide program keeps its last row's part of dB only", LAYER_CASES, LAYER_NORM,
+        "db = tl.load(own, mask=at < n * later, other=0.0) + g", "db = g",
+    ),
+    Planted(
+        "dB's partials are written over dW's", LAYER_RANDOM, LAYER_NORM,
+        "own += tl.num_programs(0).to(tl.int64) * n", "own += 0", times=2,
+    ),
+    Planted(
+        "both gradients are summed from the first's partials", LAYER_RANDOM, PARTIALS,
+        "(which * count + line)", "line",
+    ),
+    Planted(
+        "the last partial is left out", LAYER_RANDOM, PARTIALS,
+        "(line < count)", "(line < count - 1)",
+    ),
+    Planted(
+        "a row past the end brings its NaN into dW and dB", LAYER_CASES, LAYER_NORM,
+        "rstd = tl.where(row < row_count, rstd, 0.0)[:, None]", "rstd = rstd[:, None]",
+    ),
+    Planted(
+        "the input is read with the gradient's strides", Checks("layer_norm", ("layouts",)),
+        LAYER_NORM,
+        "x_at = row_start(row, x_inner, x_outer, x_step, VEC)",
+        "x_at = row_start(row, g_inner, g_outer, g_step, VEC)",
+    ),
+    Planted(
+        "dB of no rows is not zero", Checks("layer_norm", ("empty",)), LAYER_NORM,
+        "torch.zeros_like(b)", "torch.empty_like(b)",
+    ),
+    Planted(
+        "a weight and a bias of two dtypes are not refused", Checks("layer_norm", ("errors",)),
+        "norms.py",
+        'checks.same_dtype(op, "bias", bias, "weight", weight)', "pass",
+    ),
     # --- rms_norm -------------------------------------------------------------------------------
     Planted(
         "the weight's offset is ignored", NORM_RANDOM, RMS_NORM,
@@ -192,15 +303,15 @@ PLANTED = (
         "        tl.store(x_ptr + x_at[:, None] + column, x.to(x_ptr.dtype.element_ty), inside)\n",
     ),
     Planted(
-        "only the first partial of dW is summed", NORM_RANDOM, RMS_NORM,
+        "only the first partial of dW is summed", NORM_RANDOM, PARTIALS,
         "(line < count)", "(line < 1)",
     ),
     Planted(
-        "only the first 32 partials of dW are summed", NORM_CASES, RMS_NORM,
+        "only the first 32 partials of dW are summed", NORM_CASES, PARTIALS,
         "for start in range(0, count, COUNT):", "for start in range(0, COUNT, COUNT):",
     ),
     Planted(
-        "one partial too many is summed", NORM_RANDOM, RMS_NORM,
+        "one partial too many is summed", NORM_RANDOM, PARTIALS,
         "(line < count)", "(line <= count)",
     ),
     Planted(
@@ -235,8 +346,8 @@ PLANTED = (
     ),
     Planted(
         "a weight on another device is not refused", Checks("rms_norm", ("errors",)),
-        "ops/rms_norm/op.py",
-        'checks.same_device("rms_norm", "weight", weight, "input", input)', "pass",
+        "norms.py",
+        'checks.same_device(op, name, value, "input", input)', "pass",
     ),
     # --- add_rms_norm ---------------------------------------------------------------------------
     Planted(
@@ -256,5 +367,81 @@ PLANTED = (
         "the residual's gradient is dropped", ADD_RANDOM, RMS_NORM,
         "            dx += tl.load(r_ptr + r_at[:, None] + column, mask=inside, other=0.0)"
         ".to(tl.float32)\n", "",
+    ),
+    # --- rms_norm_fp8 ---------------------------------------------------------------------------
+    Planted(
+        "a row of zeros is divided by zero", FP8_CASES, FP8,
+        "(amax < INFINITY) & (scale >= SMALLEST)", "amax < INFINITY",
+    ),
+    Planted(
+        "the maximum drops a NaN", FP8_BITS, RMS_NORM_FP8,
+        "amax = tl.max(magnitude(y), 2)", "amax = tl.max(tl.where(y == y, magnitude(y), 0), 2)",
+    ),
+    Planted(
+        "the scale of an infinite row is infinite", FP8_BITS, FP8,
+        "(amax < INFINITY) & (scale >= SMALLEST)", "scale >= SMALLEST",
+    ),
+    Planted(
+        "the scale comes from the rounded result", FP8_RANDOM, RMS_NORM_FP8,
+        "tl.max(magnitude(y), 2)",
+        "tl.max(magnitude(y.to(x_ptr.dtype.element_ty).to(tl.float32)), 2)",
+    ),
+    Planted(
+        "a quotient is not saturated", FP8_BITS, FP8,
+        "    q = tl.clamp(q, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)\n", "",
+    ),
+    Planted(
+        "a product with the reciprocal stands for the quotient", FP8_BITS, FP8,
+        "q = tl.div_rn(y, scale + tl.zeros_like(y))", "q = y * tl.div_rn(scale * 0 + 1.0, scale)",
+    ),
+    Planted(
+        "every format saturates at e4m3's largest number", FP8_RANDOM, RMS_NORM_FP8,
+        '"MAX": fp8.max', '"MAX": 448.0', times=2,
+    ),
+    Planted(
+        "a program's last rows alone make the scale of the tensor", FP8_CASES, RMS_NORM_FP8,
+        "tl.maximum(largest, tl.where(there, amax, 0))", "tl.where(there, amax, 0)",
+    ),
+    Planted(
+        "the scale of the tensor starts from what was there", FP8_RANDOM, RMS_NORM_FP8,
+        "new_amax().zero_()", "new_amax()",
+    ),
+    Planted(
+        "rows past the end count for the scale of the tensor", FP8_CASES, RMS_NORM_FP8,
+        "tl.where(there, amax, 0)", "amax",
+    ),
+    Planted(
+        "a scale is stored for a group past the end", FP8_RANDOM, RMS_NORM_FP8,
+        "mask=there & (group < groups)", "mask=there",
+    ),
+    Planted(
+        "each chunk of a wide row writes the first groups' scales", FP8_CASES, RMS_NORM_FP8,
+        "group = start // GROUP + tl.arange", "group = tl.arange",
+    ),
+    Planted(
+        "the offset of the weight is ignored", FP8_RANDOM, RMS_NORM_FP8,
+        "w + offset if OFFSET else w", "w",
+    ),
+    Planted(
+        "a message about a format lost its fix", Checks("rms_norm_fp8", ("errors",)), "fp8.py",
+        'fix = f"Pass {name}={next(iter(known))!r}, or leave it out."', 'fix = ""',
+    ),
+    # --- layer_norm_fp8 -------------------------------------------------------------------------
+    Planted(
+        "the masked tail of the bias counts for the maximum", LAYER_FP8_RANDOM, LAYER_NORM_FP8,
+        "y += tl.load(b_ptr + column, mask=column < n, other=0.0)",
+        "y += tl.load(b_ptr + column, mask=column < n, other=100.0)",
+    ),
+    Planted(
+        "the masked tail counts for the variance", LAYER_FP8_RANDOM, LAYER_NORM_FP8,
+        "x = tl.where(column < n, x - left, 0.0)", "x = x - left",
+    ),
+    Planted(
+        "a mean far away comes out in one step", LAYER_FP8_CASES, LAYER_NORM_FP8,
+        "x = tl.where(column < n, x - near, 0.0)", "x, near = x, near * 0",
+    ),
+    Planted(
+        "the second pass forgets what the mean left", LAYER_FP8_CASES, LAYER_NORM_FP8,
+        "_affine((x - near - left) * rstd", "_affine((x - near) * rstd",
     ),
 )  # fmt: skip

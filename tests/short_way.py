@@ -23,6 +23,9 @@ HOLDERS = [
     ("tilewright.ops.softmax.op", "softmax"),
     ("tilewright.ops.rms_norm.op", "rms_norm"),
     ("tilewright.ops.rms_norm.op", "add_rms_norm"),
+    ("tilewright.ops.layer_norm.op", "layer_norm"),
+    ("tilewright.ops.layer_norm_fp8.op", "layer_norm_fp8"),
+    ("tilewright.ops.rms_norm_fp8.op", "rms_norm_fp8"),
 ]
 
 

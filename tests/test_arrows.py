@@ -18,7 +18,7 @@ import tilewright
 SRC = Path(tilewright.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 
-LEAVES = ["errors", "gpu", "spec", "shapes", "checks"]
+LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "fp8"]
 BELOW_OPS = [*LEAVES, "dispatch", "library"]
 READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
 
@@ -30,6 +30,8 @@ MAY_IMPORT: dict[str, list[str]] = {
     "gpu": ["errors"],
     "shapes": ["errors"],
     "checks": ["errors"],
+    "norms": ["errors", "checks"],
+    "fp8": ["errors"],
     "quant": ["errors"],
     "dims": ["errors", "spec"],
     "toolkit": [],
@@ -43,9 +45,12 @@ MAY_IMPORT: dict[str, list[str]] = {
         "toolkit.launch",
     ],  # a poisoned call makes no plan
     "ops": ["spec"],
-    "ops.*.op": ["errors", "spec", "shapes", "checks", "library", "{here}", "{here}.reference"],
-    "ops.*.reference": ["ops.*.reference"],
-    "ops.*.*_impl": ["gpu", "toolkit", "toolkit.*"],
+    "ops.*.op": [
+        *("errors", "spec", "shapes", "checks", "norms", "fp8"),
+        *("library", "{here}", "{here}.reference"),
+    ],
+    "ops.*.reference": ["ops.*.reference", "fp8"],
+    "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*"],
     "ops.*": [],  # a folder's __init__
     "functional": ["ops.*.op"],
     "explain": [*BELOW_OPS, "ops", "functional", "toolkit.recording"],

@@ -94,6 +94,11 @@ def test_statistics_of_two_passes() -> None:
 N, C = 64, 512
 BIG, ROW = N * C, C  # elements of the input, of a weight
 HAND_COUNTS = {  # op, phase: elements read, elements written, by reading the mathematics
+    ("layer_norm", "forward"): (BIG + 2 * ROW, BIG),  # x, weight, bias; y
+    # gradient, x, weight, and a bias that only says its dtype; dx, dweight, dbias
+    ("layer_norm", "backward"): (2 * BIG + 2 * ROW, BIG + 2 * ROW),
+    ("layer_norm_fp8", "forward"): (BIG + 2 * ROW, 0),  # x, weight, bias; BYTES_WRITTEN
+    ("rms_norm_fp8", "forward"): (BIG + ROW, 0),
     ("relu", "forward"): (BIG, BIG),
     ("relu", "backward"): (2 * BIG, BIG),  # gradient and output; gradient
     ("rms_norm", "forward"): (BIG + ROW, BIG),
@@ -103,6 +108,8 @@ HAND_COUNTS = {  # op, phase: elements read, elements written, by reading the ma
     ("softmax", "forward"): (BIG, BIG),
     ("softmax", "backward"): (2 * BIG, BIG),  # gradient and output; gradient
 }
+# whatever the input's dtype: q, and a float32 scale for each row
+BYTES_WRITTEN = dict.fromkeys(("layer_norm_fp8", "rms_norm_fp8"), BIG + 4 * N)
 
 
 def test_every_op_has_a_hand_count() -> None:
@@ -117,7 +124,8 @@ def test_bytes_are_those_of_a_hand_count(op: str, phase: str, dtype: torch.dtype
     case = Case("", {"shape": (N, C)})
     found = of_op(registry()[op], case, dtype, phase, "cpu", H200, Wish((), ())).traffic
     size = torch.empty((), dtype=dtype).element_size()
-    assert found == tuple(count * size for count in HAND_COUNTS[op, phase])
+    read, written = HAND_COUNTS[op, phase]
+    assert found == (read * size, written * size + BYTES_WRITTEN.get(op, 0))
 
 
 def test_bytes_are_counted_from_the_tensors() -> None:
@@ -311,7 +319,7 @@ def test_eager_compile_and_vendor_stand_beside_every_op(op: str) -> None:
     )
     wanted = as_tuple(registry()[op].reference(*args))
     for got, want in zip(as_tuple(found["vendor"].call(*args)), wanted, strict=True):
-        assert torch.allclose(got, want, atol=1e-5)
+        assert torch.allclose(got.double(), want.double(), atol=1e-5)  # fp8 knows no allclose
 
 
 def test_peers_that_are_not_installed_say_so() -> None:
@@ -337,6 +345,15 @@ def test_peers_refuse_what_they_cannot_do() -> None:
     assert norm is not None
     assert "weight" in norm.refuses(x, None, 1e-6, 0.0, "torch")
     assert norm.refuses(x, w, 1e-6, 0.0, "torch") == ""
+    layer = rivals.peer("liger", "layer_norm")
+    assert layer is not None
+    assert "bias" in layer.refuses(x, w, None, 1e-5)
+    assert "weight" in layer.refuses(x, None, w, 1e-5)
+    assert layer.refuses(x, w, w, 1e-5) == ""
+    layer = rivals.peer("quack", "layer_norm")
+    assert layer is not None
+    assert layer.refuses(x.bfloat16(), w, None, 1e-5) == ""
+    assert "float32" in layer.refuses(x.bfloat16(), w.bfloat16(), None, 1e-5)
 
 
 def test_the_vendor_refuses_castings_it_does_not_have() -> None:

@@ -73,6 +73,29 @@ FORWARD: dict[str, dict[str, Flags]] = {
     },
 }
 FORWARD["add_rms_norm"] = FORWARD["rms_norm"]
+FORWARD["layer_norm"] = {
+    "": {},
+    "no weight": {"weight": False},
+    "no bias": {"bias": False},
+    "mixed": {"weight_dtype": torch.float32},
+}
+FORWARD["rms_norm_fp8"] = {
+    "": {},
+    "no weight": {"weight": False},
+    "gemma": {"offset": 1.0},
+    "e5m2": {"format": "e5m2"},
+    "mixed": {"weight_dtype": torch.float32},
+    "group": {"scaling": "group"},
+    "tensor": {"scaling": "tensor"},
+}
+FORWARD["layer_norm_fp8"] = {
+    "": {},
+    "no weight": {"weight": False},
+    "no bias": {"bias": False},
+    "mixed": {"weight_dtype": torch.float32},
+    "group": {"scaling": "group"},
+    "tensor": {"scaling": "tensor"},
+}
 
 
 def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
@@ -80,11 +103,18 @@ def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
         return (x,)
     if name == "softmax":
         return x, flags.get("dim", x.dim() - 1), flags.get("dtype")
-    weight = None
-    if flags.get("weight", True):
-        # one weight out of a packed buffer for each odd row length, as a state dict may hold it
-        n, shift = x.shape[-1], x.shape[-1] % 2
-        weight = _empty(n + shift, dtype=flags.get("weight_dtype", x.dtype))[shift:]
+    # one weight out of a packed buffer for each odd row length, as a state dict may hold it
+    n, shift = x.shape[-1], x.shape[-1] % 2
+    packed = _empty(n + shift, dtype=flags.get("weight_dtype", x.dtype))[shift:]
+    weight = packed if flags.get("weight", True) else None
+    bias = packed if flags.get("bias", True) else None
+    options = flags.get("format", "e4m3"), flags.get("scaling", "row")
+    if name == "layer_norm":
+        return x, weight, bias, 1e-5
+    if name == "layer_norm_fp8":
+        return x, weight, bias, 1e-5, *options
+    if name == "rms_norm_fp8":
+        return x, weight, 1e-6, flags.get("offset", 0.0), *options
     residual = (torch.empty_like(x),) if name == "add_rms_norm" else ()
     return x, *residual, weight, 1e-6, 0.0, flags.get("casting", "torch")
 

@@ -74,7 +74,14 @@ def test_on_a_cpu_every_kernel_is_refused_with_a_reason_and_torch_serves(name: s
 @pytest.mark.parametrize("on", ["t4", "h100", "rtx4090", "sm_86"])
 def test_on_a_gpu_the_first_backend_serves_and_the_rest_say_why_not(name: str, on: str) -> None:
     op = ops.registry()[name]
-    choice = dispatch.choose(op, _args(op), gpu=gpu.pretend(on))
+    target = gpu.pretend(on)
+    choice = dispatch.choose(op, _args(op), gpu=target)
+    if target.sm < op.backends[0].min_sm:
+        assert choice.backend.name == "torch"
+        assert f"SM {op.backends[0].min_sm} and newer" in dict(choice.refused)["triton"]
+        with pytest.raises(UnsupportedError, match=f"SM {target.sm}.*What would work: torch"):
+            dispatch.choose(op, _args(op), gpu=target, backend="triton")
+        return
     assert choice.backend is op.backends[0]
     assert [name for name, _ in choice.refused] == [b.name for b in op.backends[1:]]
     assert all("triton comes first" in reason for _, reason in choice.refused)
@@ -152,6 +159,7 @@ CALLS = {
     "softmax": lambda **kw: tilewright.softmax(X, **kw),
     "rms_norm": lambda **kw: tilewright.rms_norm(X, 64, **kw),
     "add_rms_norm": lambda **kw: tilewright.rms_norm(X, 64, residual=X, **kw),
+    "layer_norm": lambda **kw: tilewright.layer_norm(X, 64, **kw),
 }
 every_call = pytest.mark.parametrize("name", CALLS)
 
@@ -222,7 +230,7 @@ def test_use_backend_by_op_names_the_public_function(name: str) -> None:
     with use_backend(**{public: "triton"}):
         with pytest.raises(UnsupportedError, match="triton"):
             CALLS[name]()
-        for other in ("relu", "softmax", "rms_norm"):
+        for other in ("relu", "softmax", "rms_norm", "layer_norm"):
             if other != public:
                 CALLS[other]()
 

@@ -388,6 +388,7 @@ def test_the_autocast_table() -> None:
     x = torch.randn(2, 8, dtype=torch.float16)
     calls = {
         "relu": lambda: tilewright.relu(x),
+        "layer_norm": lambda: tilewright.layer_norm(x, 8),
         "rms_norm": lambda: tilewright.rms_norm(x, 8),
         "softmax": lambda: tilewright.softmax(x),
     }

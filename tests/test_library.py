@@ -34,7 +34,7 @@ from short_way import (
     short_way,
     silent_relu_,
 )
-from tilewright import dispatch, library
+from tilewright import dispatch, library, ops
 from tilewright.spec import Op
 from tilewright.toolkit import memory
 
@@ -49,6 +49,7 @@ PUBLIC: dict[str, Public] = {
     "softmax": tilewright.softmax,
     "rms_norm": lambda x: tilewright.rms_norm(x, N),
     "add_rms_norm": lambda x: tilewright.rms_norm(x, N, residual=x * 2)[0],
+    "layer_norm": lambda x: tilewright.layer_norm(x, N),
 }
 public = pytest.mark.parametrize("name", PUBLIC)
 
@@ -136,6 +137,10 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "rms_norm": (x(True), weight.requires_grad_(), 1e-6, 0.0, "torch"),
         "add_rms_norm": (x(True), x(True), weight.requires_grad_(), 1e-6, 0.0, "torch"),
         "rms_norm_backward": (x(), x(), x(), weight.detach(), 1e-6, 0.0, True),
+        "layer_norm": (x(True), weight.requires_grad_(), weight.requires_grad_(), 1e-5),
+        "layer_norm_backward": (x(), x(), weight.detach(), weight.detach(), 1e-5, True, True),
+        "layer_norm_fp8": (x(), weight.detach(), weight.detach(), 1e-5, "e4m3", "group"),
+        "rms_norm_fp8": (x(), weight.detach(), 1e-6, 0.0, "e4m3", "row"),
     }
     return calls[op]
 
@@ -166,13 +171,18 @@ def test_opcheck(op: str, layout: str, dtype: torch.dtype) -> None:
         ("rms_norm", (None, 1e-6, 0.0, "torch")),
         ("rms_norm", (torch.randn(N, dtype=torch.float64), 1e-6, 0.0, "llama")),
         ("rms_norm", (torch.randn(N), 1e-6, 1.0, "gemma")),
+        ("layer_norm", (None, None, 1e-5)),
+        ("layer_norm", (torch.randn(N, requires_grad=True), None, 1e-5)),
+        ("layer_norm", (None, torch.randn(N, requires_grad=True), 0.0)),
     ],
 )
 def test_opcheck_of_options(op: str, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(getattr(OPERATORS, op).default, (leaf(6, N, dtype=torch.float32), *args))
 
 
-@pytest.mark.parametrize("op", ["relu_backward", "softmax_backward", "rms_norm_backward"])
+@pytest.mark.parametrize(
+    "op", ["relu_backward", "softmax_backward", "rms_norm_backward", "layer_norm_backward"]
+)
 @pytest.mark.parametrize("grad_layout", ["transposed", "column slice", "expanded"])
 def test_backward_outputs_are_laid_out_as_declared_whatever_the_gradient_is(
     op: str, grad_layout: str
@@ -203,6 +213,7 @@ def test_raw_in_place_operator_refuses_what_it_cannot_differentiate() -> None:
 # --- torch.compile and torch.export --------------------------------------------------------------
 
 WEIGHT = torch.randn(N, requires_grad=True)
+BIAS = torch.randn(N, requires_grad=True)
 
 COMPILED: dict[str, Callable[[torch.Tensor], Any]] = {
     "relu": tilewright.relu,
@@ -221,6 +232,9 @@ COMPILED: dict[str, Callable[[torch.Tensor], Any]] = {
     "rms_norm gemma": lambda x: tilewright.rms_norm(
         x, N, WEIGHT, weight_offset=1.0, casting="gemma"
     ),
+    "layer_norm": lambda x: tilewright.layer_norm(x, N, WEIGHT, BIAS),
+    "layer_norm no weight": lambda x: tilewright.layer_norm(x, [N], bias=BIAS),
+    "layer_norm two dims": lambda x: tilewright.layer_norm(x, x.shape[-2:]),
 }
 
 
@@ -229,7 +243,7 @@ def _outputs_and_grads(f: Callable[[torch.Tensor], Any], x: torch.Tensor) -> lis
     outputs = f(x)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     loss = sum(o.float().square().sum() * (i + 1) for i, o in enumerate(outputs))
-    wanted = [x, WEIGHT]
+    wanted = [x, WEIGHT, BIAS]
     grads = torch.autograd.grad(loss, wanted, allow_unused=True)
     return [*outputs, *(g for g in grads if g is not None)]
 
@@ -298,8 +312,9 @@ class _Norm(torch.nn.Module):
         ("softmax", lambda x, w: tilewright.softmax(x)),
         ("rms_norm", lambda x, w: tilewright.rms_norm(x, N, w)),
         ("add_rms_norm", lambda x, w: tilewright.rms_norm(x, (N,), w, residual=x)),
+        ("layer_norm", lambda x, w: tilewright.layer_norm(x, N, w, w)),
     ],
-    ids=["relu", "softmax", "rms_norm", "add_rms_norm"],
+    ids=["relu", "softmax", "rms_norm", "add_rms_norm", "layer_norm"],
 )
 def test_export_keeps_one_node_for_any_batch(node: str, call: Any, strict: bool) -> None:
     batch = torch.export.Dim("batch", min=2, max=1024)
@@ -401,6 +416,16 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
     "add_rms_norm to itself": (
         lambda x, w: tilewright.rms_norm(x, N, w, residual=x),
         ((5, N), (N,)),
+    ),
+    "layer_norm": (
+        lambda x, w, b: tilewright.layer_norm(x, N, w, b),
+        ((5, N), (N,), (N,)),
+    ),
+    "layer_norm no weight": (lambda x, b: tilewright.layer_norm(x, N, None, b), ((5, N), (N,))),
+    "layer_norm no bias": (lambda x, w: tilewright.layer_norm(x, N, w), ((5, N), (N,))),
+    "layer_norm two dims": (
+        lambda x, w, b: tilewright.layer_norm(x, (3, 4), w, b),
+        ((2, 3, 4), (3, 4), (3, 4)),
     ),
 }
 
@@ -515,7 +540,8 @@ def test_checkpointing_gives_the_same_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("relu", 1), ("softmax", 1), ("rms_norm", 2), ("add_rms_norm", 2)]
+    ("name", "count"),
+    [("relu", 1), ("softmax", 1), ("rms_norm", 2), ("add_rms_norm", 2), ("layer_norm", 3)],
 )
 def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str) -> None:
     x, w = leaf(5, N), leaf(N)
@@ -524,6 +550,7 @@ def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str)
         "softmax": lambda: tilewright.softmax(x),
         "rms_norm": lambda: tilewright.rms_norm(x, N, w),
         "add_rms_norm": lambda: tilewright.rms_norm(x, N, w, residual=x.detach()),
+        "layer_norm": lambda: tilewright.layer_norm(x, N, w, w.detach()),
     }
     calls[name]()
     saved = []
@@ -557,6 +584,45 @@ def test_relu_does_not_need_its_input_for_the_backward(path: str) -> None:
     with torch.no_grad():
         x.zero_()
     assert torch.equal(torch.autograd.grad(y.sum(), start)[0], (start > 0).double())
+
+
+# --- forward only --------------------------------------------------------------------------------
+
+FORWARD_ONLY: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "rms_norm_fp8": lambda x, w: tilewright.rms_norm_fp8(x, N, w),
+    "layer_norm_fp8": lambda x, w: tilewright.layer_norm_fp8(x, (N,), w, scaling="tensor"),
+}
+forward_only = pytest.mark.parametrize("name", FORWARD_ONLY)
+
+
+def test_every_op_without_a_gradient_is_tested_as_such() -> None:
+    assert {n for n, op in ops.registry().items() if op.autograd is None} == set(FORWARD_ONLY)
+
+
+@forward_only
+@pytest.mark.parametrize("through", [0, 1], ids=["q", "scale"])
+def test_a_backward_through_forward_only_ops_is_refused_by_name(
+    name: str, through: int, path: str
+) -> None:
+    """Not at the call: a module's weight asks for a gradient in inference too."""
+    x, w = leaf(5, N), leaf(N)
+    outputs = warm(lambda: FORWARD_ONLY[name](x, w))
+    with pytest.raises(RuntimeError, match=rf"{name}: it is forward only.*no_grad"):
+        outputs[through].double().sum().backward()
+    with torch.no_grad():
+        assert not any(o.requires_grad for o in warm(lambda: FORWARD_ONLY[name](x, w)))
+
+
+@forward_only
+def test_compiled_forward_only_ops_equal_eager_in_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    f = FORWARD_ONLY[name]
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch in (5, 3, 16):
+        x, w = torch.randn(batch, 3, N), torch.randn(N)
+        for e, g in zip(f(x, w), compiled(x, w), strict=True):
+            assert (e.dtype, e.stride()) == (g.dtype, g.stride())
+            assert torch.equal(e.float(), g.float())
 
 
 # --- in place ------------------------------------------------------------------------------------
@@ -713,6 +779,7 @@ TORCHS: dict[str, Public] = {
     "softmax": lambda x: F.softmax(x, -1),
     "rms_norm": lambda x: F.rms_norm(x, (N,)),
     "add_rms_norm": lambda x: F.rms_norm(3 * x, (N,)),
+    "layer_norm": lambda x: F.layer_norm(x, (N,)),
 }
 
 

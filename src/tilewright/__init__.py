@@ -4,8 +4,11 @@ from tilewright import functional
 from tilewright.dispatch import use_backend
 from tilewright.errors import DTypeError, InputError, TilewrightError, UnsupportedError
 from tilewright.explain import explain
+from tilewright.ops.layer_norm.op import layer_norm
+from tilewright.ops.layer_norm_fp8.op import layer_norm_fp8
 from tilewright.ops.relu.op import relu
 from tilewright.ops.rms_norm.op import rms_norm
+from tilewright.ops.rms_norm_fp8.op import rms_norm_fp8
 from tilewright.ops.softmax.op import softmax
 
 __version__ = "0.1.0"
@@ -18,8 +21,11 @@ __all__ = [
     "__version__",
     "explain",
     "functional",
+    "layer_norm",
+    "layer_norm_fp8",
     "relu",
     "rms_norm",
+    "rms_norm_fp8",
     "softmax",
     "use_backend",
 ]

@@ -54,8 +54,8 @@ class Choice:
 def use_backend(name: str | None = None, **by_op: str) -> Iterator[None]:
     """Run the calls inside on one backend: `use_backend("triton")`, or `softmax="cuda_v1"` alone.
 
-    A backward runs on the same backend where it has one of that name. Inside `torch.compile`d code,
-    use the `backend=` argument instead: a compiled graph outlives this block.
+    A backward runs on the same backend where it has one of that name that can serve it. Inside
+    `torch.compile`d code, use the `backend=` argument: a compiled graph outlives this block.
     """
     for wanted in (*by_op.values(), *([name] if name is not None else [])):
         _known_or_raise(wanted, "use_backend")
@@ -107,11 +107,15 @@ def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = 
     tensor = next(a for a in args if isinstance(a, torch.Tensor))
     target, pretending = gpu or _gpu_of(tensor), gpu is not None
     wanted, asked_by = requested(op, backend)
-    if wanted is not None and op.backend(wanted) is None:
-        if op.public:
-            lacks = "it has no such backend"
+    if wanted is not None:
+        named = op.backend(wanted)
+        lacks: str | None = "it has no such backend"
+        if named is not None:
+            lacks = refusal(named, op, args, tensor, target, pretending=pretending)
+        if lacks and op.public:
             raise UnsupportedError(_cannot(op, wanted, asked_by, lacks, args, target, pretending))
-        wanted, asked_by = None, "automatic"  # a backward without a twin of the forward's backend
+        if lacks:  # a backward: the forward was asked for by name, and was served
+            wanted, asked_by = None, "automatic"
     refused = []
     for candidate in op.backends:
         if wanted is not None and candidate.name != wanted:
@@ -127,8 +131,6 @@ def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = 
                     (other.name, reason or f"{candidate.name} comes first and serves it")
                 )
             return Choice(op.name, candidate, tuple(refused), target, asked_by)
-        if wanted is not None:
-            raise UnsupportedError(_cannot(op, wanted, asked_by, reason, args, target, pretending))
         refused.append((candidate.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise UnsupportedError(f"{op.name}: no backend serves this call. {reasons}")
@@ -168,7 +170,7 @@ def refusal(
             f"{op.layout_argument} has shape {tuple(tensor.shape)}; its kernels number rows and "
             f"columns in 32 bits, up to {backend.max_size:,}"
         )
-    return backend.accepts(*args)
+    return backend.accepts(gpu, *args)
 
 
 def _longest(tensor: torch.Tensor) -> int:

@@ -420,6 +420,11 @@ def _autograd_function(
         return outputs
 
     def backward(ctx: Any, *grads: Any) -> Any:
+        if rule is None and op.public is not None:
+            raise RuntimeError(
+                f"{op.name}: it is forward only, and backward was called through its result. Call "
+                "it under torch.no_grad(), or norm and quantise in ops that have a gradient."
+            )
         if rule is None:
             raise RuntimeError(
                 f"{op.name}: double backward is not implemented. "

@@ -7,7 +7,7 @@ compile, bench, the CLI and the docs are all generic over it. Facts only: no ski
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = FLOATS  # of the first tensor; None: any floating dtype
     min_sm: int = 75
     max_sm: int = 999
-    accepts: Callable[..., str | None] = accept_all  # (*args) -> None, or why not
+    accepts: Callable[..., str | None] = accept_all  # (gpu, *args) -> None, or why not
     max_size: int = 2**31 - 2**16
     """The longest dim and the most rows it takes: kernels number both in 32 bits."""
     flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number
@@ -146,6 +146,8 @@ class Op:
     autocast: Callable[..., Args] | None = None  # (*args) -> args; None: keeps the dtype
     in_place: Op | None = None  # the same op written over its input
     exact_inputs: Callable[..., Args] | None = None  # as inputs; the result is exact in any order
+    bit_inputs: Callable[[str], Iterator[tuple[str, Args]]] | None = None
+    """(device) -> named calls that must give the bits of the reference in its own dtype."""
     layout_argument: str = "input"  # the argument that verify gives hostile layouts
     variants: tuple[Mapping[str, Any], ...] = ({},)  # dims beside the shape that change the kernel
     rounds_as_reference: bool = False  # verify holds the kernel to the reference's own roundings
@@ -248,12 +250,11 @@ def _roundoff(dtype: torch.dtype, interpreted: bool) -> float:
     # Triton's interpreter truncates fp32 -> bf16 where a GPU rounds to nearest: one more bit.
     if dtype == torch.bfloat16:
         return 2.0**-7 if interpreted else 2.0**-8
-    return {torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}[dtype]
+    return torch.finfo(dtype).eps / 2
 
 
 def _tiny(dtype: torch.dtype) -> float:
-    # fp16 keeps subnormals. fp32 and bf16 share an exponent range in which GPUs' approximate
+    # fp16 and fp8 keep subnormals. fp32 and bf16 share an exponent range in which GPUs' approximate
     # exp2 and division flush to zero, so there the smallest normal is the honest step.
-    if dtype == torch.float16:
-        return 2.0**-24
-    return torch.finfo(dtype).tiny
+    kind = torch.finfo(dtype)
+    return kind.tiny * kind.eps if kind.bits < 32 and dtype != torch.bfloat16 else kind.tiny

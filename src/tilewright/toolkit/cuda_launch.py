@@ -23,7 +23,7 @@ from tilewright.errors import LaunchError
 from tilewright.toolkit.launch import MAX_STREAMS, Shot
 
 CUDA_OF_LAUNCH_EX = 11080  # the CUDA release that brought cuLaunchKernelEx
-DEFAULT_SHARED = 48 * 1024  # more dynamic shared memory than this must be asked for
+PORTABLE_CLUSTER = 8  # more blocks in a cluster than this must be asked for
 
 Run = Callable[..., Any]
 
@@ -157,7 +157,7 @@ def make_run(
 
 
 def _load(loaded: Any, shape: Shape, index: int, shared_limit: int) -> None:
-    """Load the code now, since nothing may be loaded during graph capture; opt in to shared memory.
+    """Load the code now, since nothing may be loaded during graph capture; opt in to large sizes.
 
     The opt-in is a property of the kernel, not of a launch: always the same limit, so that a later
     binding with less does not take it from an earlier one.
@@ -170,11 +170,39 @@ def _load(loaded: Any, shape: Shape, index: int, shared_limit: int) -> None:
         error, _ = driver.cuKernelGetFunction(kernel)
     if error != driver.CUresult.CUDA_SUCCESS:
         _raise(shape, error)
-    if shape.shared > DEFAULT_SHARED:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuKernelSetAttribute(attribute, shared_limit, kernel, index)
+    limits = driver.CUfunction_attribute
+    wanted = {}
+    if shape.shared:  # beyond 48 KiB, of which a kernel's static memory is a part
+        wanted[limits.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_limit
+    if shape.cluster > PORTABLE_CLUSTER:
+        wanted[limits.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
+    for attribute, value in wanted.items():
+        (error,) = driver.cuKernelSetAttribute(attribute, value, kernel, index)
         if error != driver.CUresult.CUDA_SUCCESS:
             _raise(shape, error)
+
+
+def resident_blocks(loaded: Any, shape: Shape, index: int, shared_limit: int) -> int:
+    """How many blocks of this shape the whole GPU runs at a time: the grid of a persistent kernel.
+
+    Clusters must ask: which SMs can share one is a property of the piece of silicon.
+    """
+    driver = _driver()
+    _load(loaded, shape, index, shared_limit)
+    error, function = driver.cuKernelGetFunction(driver.CUkernel(int(loaded.handle)))
+    if error == driver.CUresult.CUDA_SUCCESS and shape.cluster > 1:
+        error, clusters = driver.cuOccupancyMaxActiveClusters(function, _config(shape, 0))
+        blocks = clusters * shape.cluster
+    elif error == driver.CUresult.CUDA_SUCCESS:
+        error, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            function, shape.block, shape.shared
+        )
+        blocks *= torch.cuda.get_device_properties(index).multi_processor_count
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _raise(shape, error)
+    if not blocks:
+        raise LaunchError(f"{shape}: the GPU cannot hold a single one")
+    return int(blocks)
 
 
 def _config(shape: Shape, stream: int) -> Any:

@@ -25,7 +25,7 @@ import torch
 
 from tilewright.errors import BuildError, LaunchError
 from tilewright.toolkit import cubin_cache, recording
-from tilewright.toolkit.cuda_launch import Run, Shape, make_run
+from tilewright.toolkit.cuda_launch import Run, Shape, make_run, resident_blocks
 
 if TYPE_CHECKING:
     from tilewright.gpu import Gpu
@@ -240,12 +240,40 @@ def bind(
         )
         return recording.not_launchable
     index = next(t.get_device() for t in tensors if isinstance(t, torch.Tensor))
-    compiled = compile(source, kernel, gpu.sm, flags)
-    shared_limit = gpu.shared_per_block - compiled.static_shared
-    if shared > shared_limit:
-        raise LaunchError(f"{shape}: {compiled.static_shared} static bytes leave {shared_limit}")
-    loaded = _loaded(source, kernel, gpu.sm, flags, compiled)
+    loaded, shared_limit = _built(source, shape, gpu, flags)
     return make_run(loaded, shape, tensors, scalars, index, shared_limit, makes)
+
+
+def resident(
+    source: Source,
+    kernel: str,
+    *,
+    block: int,
+    gpu: Gpu,
+    device: torch.device,
+    shared: int = 0,
+    cluster: int = 1,
+    flags: Flags = (),
+) -> int:
+    """How many blocks of `kernel` this GPU runs at a time, in whole clusters.
+
+    Where nothing is launched, on meta tensors, one for each SM stands in for it.
+    """
+    shape = Shape(kernel, (cluster, 1, 1), block, shared, cluster)
+    _check(shape, gpu)
+    if recording.active() is not None:
+        return gpu.sm_count // cluster * cluster
+    loaded, shared_limit = _built(source, shape, gpu, flags)
+    return resident_blocks(loaded, shape, device.index or 0, shared_limit)
+
+
+def _built(source: Source, shape: Shape, gpu: Gpu, flags: Flags) -> tuple[Any, int]:
+    """The loaded kernel, and how much dynamic shared memory it leaves to a block."""
+    compiled = compile(source, shape.kernel, gpu.sm, flags)
+    limit = gpu.shared_per_block - compiled.static_shared
+    if shape.shared > limit:
+        raise LaunchError(f"{shape}: {compiled.static_shared} static bytes leave {limit}")
+    return _loaded(source, shape.kernel, gpu.sm, flags, compiled), limit
 
 
 def _check(shape: Shape, gpu: Gpu) -> None:

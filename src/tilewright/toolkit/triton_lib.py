@@ -22,3 +22,11 @@ def row_start(row, inner, outer_stride, inner_stride, VEC: tl.constexpr):
 def mean_of(total, n):
     """total / n, rounded to nearest: the plain quotient may be off by two ulps on a GPU."""
     return tl.div_rn(total, tl.zeros_like(total) + n)
+
+
+@triton.jit
+def load_rows(x_ptr, row, column, row_count, n, inner, outer, step, VEC: tl.constexpr):
+    """A tile of rows, as it lies in memory, with zeros outside."""
+    at = row_start(row, inner, outer, step, VEC)
+    inside = (row < row_count)[:, None] & (column < n)
+    return tl.load(x_ptr + at[:, None] + column, mask=inside, other=0.0)

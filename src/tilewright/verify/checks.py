@@ -141,10 +141,24 @@ def exact(c: Context) -> Iterator[Result]:
         wanted = as_tuple(c.op.reference(*compare.in_float64(args)))
         if not verdict.message:
             for g, w in zip(got, wanted, strict=True):
-                if not torch.equal(g.double(), w):
-                    wrong = (g.double() - w).abs().max()
+                if not torch.equal(g.double(), w.double()):
+                    wrong = (g.double() - w.double()).abs().max()
                     verdict = Verdict(float("inf"), float(wrong), "not exact")
         yield c.result("exact", str(dims["shape"]), dtype, "forward", verdict, seed)
+
+
+def bits(c: Context) -> Iterator[Result]:
+    """Calls that the op names: the reference's bits, of the same dtype, on the same device.
+
+    A CPU runs them too, but there the interpreter stands in for the instructions of a GPU.
+    """
+    if c.op.bit_inputs is None:
+        return
+    for name, args in c.op.bit_inputs(c.device):
+        verdict, got = compare.forward(c.op, args, c.backend, interpreted=c.interpreted)
+        if verdict.passed and not compare.same_bits(got, as_tuple(c.op.reference(*args))):
+            verdict = Verdict(message="not the bits of the reference")
+        yield c.result("bits", name, args[0].dtype, "forward", verdict)
 
 
 BASE = (3, 2, 128)  # what is laid out: small, with two leading dims and whole 16-byte vectors
@@ -158,14 +172,14 @@ def hostile_layouts(c: Context) -> Iterator[Result]:
             continue
         case = ", ".join([name, *(f"{k}={v}" for k, v in variant.items())])
         judge = partial(_judge, c)
-        for phase in ("forward", "backward"):
+        for phase in ("forward", "backward") if c.op.autograd else ("forward",):
             verdict, got = judge(phase, args)
             _, bits = judge(phase, twins)
             if verdict.passed and not compare.same_bits(got, bits):
                 verdict = Verdict(message="not the bits of the contiguous path")
             yield c.result("layouts", case, dtype, phase, verdict)
         # the incoming gradient takes the layout as well
-        if name in layouts.SAME_VALUES:
+        if c.op.autograd and name in layouts.SAME_VALUES:
             plain = compare.random_like(as_tuple(c.op.outputs(*twins)), c.seed)
             verdict, _ = judge("backward", twins, [layouts.LAYOUTS[name](g) for g in plain])
             yield c.result("layouts", f"{case}, gradient", dtype, "backward", verdict)
@@ -257,6 +271,8 @@ def repeat(c: Context) -> Iterator[Result]:
 
 
 def _outputs_and_grads(c: Context, args: Args, upstream: Any = None) -> list[torch.Tensor]:
+    if c.op.autograd is None:
+        return list(as_tuple(call(c.op, args, c.backend)))
     leaves = [
         a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in args
@@ -382,6 +398,7 @@ CHECKS: dict[str, Check] = {
     "cases": cases,
     "random": random_cases,
     "exact": exact,
+    "bits": bits,
     "layouts": hostile_layouts,
     "in place": in_place,
     "empty": empty,

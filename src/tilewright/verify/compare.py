@@ -149,7 +149,7 @@ class Truth(NamedTuple):
 def forward_truth(op: Op, args: Args, *, interpreted: bool = False) -> list[Truth]:
     """What each output should be."""
     wide = in_float64(args)
-    wanted = as_tuple(op.reference(*wide))
+    wanted = tuple(w.double() for w in as_tuple(op.reference(*wide)))  # fp8 has no arithmetic
     declared = as_tuple(op.outputs(*on_meta(args)))
     return [
         Truth(f"output {i}", wanted[i], op.tolerance(r, wanted, *wide)[i])
@@ -223,7 +223,8 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
     ):
         what, wanted, bound = truth
         verdict = verdict.worst(within(ours, wanted, bound, what, truncates=truncates))
-        verdict = verdict.worst(like_torch(ours, wanted, theirs, r.u_out, truncates=truncates))
+        if ours.element_size() > 1:  # fp8 is right or a step off: the rule would compare luck
+            verdict = verdict.worst(like_torch(ours, wanted, theirs, r.u_out, truncates=truncates))
         if op.rounds_as_reference and not truncates:
             verdict = verdict.worst(rounds_like(ours, theirs, what))
     return verdict, got

@@ -39,19 +39,20 @@ def _binary(request: recording.Request) -> str:
 
 
 def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
-    """Run the call, forward and backward, unless all it needs has run. Returns the new binaries."""
+    """Run the call, both phases it has, unless all it needs has run. Returns the new binaries."""
     outputs = as_tuple(op.outputs(*args))
     wanted = binaries(op, args, backend)
-    assert op.autograd is not None
-    backward = op.autograd.op
-    twin = backend if backward.backend(backend) else backward.backends[0].name
-    wanted |= binaries(backward, op.backward_call(args, outputs, outputs), twin)
+    if op.autograd is not None:
+        backward = op.autograd.op
+        twin = backend if backward.backend(backend) else backward.backends[0].name
+        wanted |= binaries(backward, op.backward_call(args, outputs, outputs), twin)
     if wanted <= seen:
         return 0
     leaves = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
     results = as_tuple(call(op, leaves, backend))
-    tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
-    torch.autograd.grad(results, tensors, [torch.ones_like(r) for r in results])
+    if op.autograd is not None:
+        tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
+        torch.autograd.grad(results, tensors, [torch.ones_like(r) for r in results])
     new = len(wanted - seen)
     seen |= wanted
     return new

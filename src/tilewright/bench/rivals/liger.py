@@ -27,6 +27,12 @@ def softmax(x: Any, dim: int, dtype: Any) -> Any:
     return liger_softmax(x)
 
 
+def layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    return liger_layer_norm(x, weight, bias, eps)
+
+
 def _no_weight(x: Any, weight: Any, *_: Any) -> str:
     return "" if weight is not None else "its kernel needs a weight"
 
@@ -35,6 +41,21 @@ def _no_weight_add(x: Any, residual: Any, *rest: Any) -> str:
     return _no_weight(x, *rest)
 
 
-CALLS = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "softmax": softmax}
-REFUSES = {"rms_norm": _no_weight, "add_rms_norm": _no_weight_add, "softmax": last_dim_only}
+def _no_weight_or_bias(x: Any, weight: Any, bias: Any, eps: float) -> str:
+    both = weight is not None and bias is not None
+    return "" if both else "its kernel needs a weight and a bias"
+
+
+CALLS = {
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "softmax": softmax,
+}
+REFUSES = {
+    "layer_norm": _no_weight_or_bias,
+    "rms_norm": _no_weight,
+    "add_rms_norm": _no_weight_add,
+    "softmax": last_dim_only,
+}
 BINDS: tuple[str, ...] = ()

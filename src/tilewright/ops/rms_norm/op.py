@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
-from tilewright import checks, library
+from tilewright import checks, library, norms
+from tilewright.dispatch import load
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.rms_norm import reference
 from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens, random_shape
@@ -63,7 +64,7 @@ def rms_norm(
     if not isinstance(input, torch.Tensor):
         checks.tensor("rms_norm", "input", input)
     if normalized_shape.__class__ is not tuple:
-        normalized_shape = _sizes(normalized_shape)
+        normalized_shape = norms.sizes("rms_norm", normalized_shape)
     if eps is None:
         eps = EPS.get(input.dtype, EPS_FLOAT32)
     if len(normalized_shape) != 1:  # type: ignore[arg-type]
@@ -78,21 +79,10 @@ def rms_norm(
             backend,  # type: ignore[arg-type]
         )
     if not input.dim() or normalized_shape[0] != input.size(-1):  # type: ignore[index]
-        raise _wrong_shape(input, normalized_shape)
+        raise norms.wrong_shape("rms_norm", input, normalized_shape)
     if residual is None:
         return _rms_norm(input, weight, (eps, weight_offset, casting, backend))
     return _add_rms_norm(input, residual, weight, (eps, weight_offset, casting, backend))
-
-
-def _sizes(normalized_shape: Any) -> tuple[int, ...]:
-    several = isinstance(normalized_shape, Sequence)
-    sizes = tuple(normalized_shape) if several else (normalized_shape,)
-    if not all(isinstance(size, (SupportsIndex, torch.SymInt)) for size in sizes):
-        got = f"is {normalized_shape!r}, a {type(normalized_shape).__name__}"
-        fix = "Pass input.shape[-1:] for a norm over the last dim."
-        wants = "be an int or a sequence of ints"
-        raise DTypeError(sentence("rms_norm", "normalized_shape", got, wants, fix))
-    return sizes
 
 
 def _over_several_dims(
@@ -106,35 +96,14 @@ def _over_several_dims(
     backend: str | None,
 ) -> Any:
     """normalized_shape of several dims: flatten them into one."""
-    for name, tensor in (("input", input), ("weight", weight), ("residual", residual)):
-        if tensor is not None:
-            checks.floating("rms_norm", name, tensor)
-    if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise _wrong_shape(input, shape)
-    if weight is not None:
-        checks.same_shape("rms_norm", "weight", weight, shape, "the normalized_shape")
-        weight = weight.reshape(-1)
-    if residual is not None:
-        checks.same_shape("rms_norm", "residual", residual, input.shape, "the input's")
-        residual = residual.reshape(*residual.shape[: -len(shape)], math.prod(shape))
-    flat = input.reshape(*input.shape[: -len(shape)], math.prod(shape))
-    if residual is None:
-        y = _rms_norm(flat, weight, (eps, weight_offset, casting, backend))
-        return y.view(input.shape)
-    y, total = _add_rms_norm(flat, residual, weight, (eps, weight_offset, casting, backend))
-    return y.view(input.shape), total.view(input.shape)
-
-
-def _wrong_shape(input: torch.Tensor, normalized_shape: Any) -> InputError:
-    return InputError(
-        sentence(
-            "rms_norm",
-            "normalized_shape",
-            f"is {tuple(normalized_shape)} for an input of shape {tuple(input.shape)}",
-            "be the sizes of the input's trailing dims",
-            "Pass input.shape[-1:] for a norm over the last dim.",
-        )
+    flat, other, flat_weight = norms.flattened(
+        "rms_norm", shape, {"input": input, "residual": residual}, {"weight": weight}
     )
+    if other is None:
+        y = _rms_norm(flat, flat_weight, (eps, weight_offset, casting, backend))
+        return y.view(input.shape)
+    y, total = _add_rms_norm(flat, other, flat_weight, (eps, weight_offset, casting, backend))
+    return y.view(input.shape), total.view(input.shape)
 
 
 def check(
@@ -146,10 +115,7 @@ def check(
 ) -> None:
     checks.floating("rms_norm", "input", input)
     checks.has_dims("rms_norm", "input", input)
-    if weight is not None:
-        checks.floating("rms_norm", "weight", weight)
-        checks.same_shape("rms_norm", "weight", weight, input.shape[-1:], "the normalized_shape")
-        checks.same_device("rms_norm", "weight", weight, "input", input)
+    norms.check_parameter("rms_norm", "weight", weight, input)
     checks.number("rms_norm", "eps", eps, at_least=0.0)
     checks.number("rms_norm", "weight_offset", weight_offset)
     if not isinstance(casting, str) or casting not in CASTINGS:
@@ -193,22 +159,27 @@ def outputs_backward(
     return dx, torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-def one_dtype(input: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> str | None:
+def one_dtype(gpu: Any, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:
     if weight is not None and weight.dtype != input.dtype:
         return f"weight is {weight.dtype} and input {input.dtype}; it takes one dtype for both"
-    return None
+    return load(f"{HERE}.cuda_impl:refuses")(gpu, input, weight)  # type: ignore[no-any-return]
 
 
-def one_dtype_add(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> str | None:
-    return one_dtype(input, *rest)
+def one_dtype_add(
+    gpu: Any, input: torch.Tensor, residual: torch.Tensor, weight: Any, *_: Any
+) -> str | None:
+    refuses = load(f"{HERE}.cuda_impl:refuses")
+    return one_dtype(gpu, input, weight) or refuses(gpu, input, residual, weight)
 
 
 def one_dtype_backward(
-    grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any
+    gpu: Any, grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any
 ) -> str | None:
-    if grad.dtype != input.dtype:
-        return f"grad is {grad.dtype} and input {input.dtype}; it takes one dtype for both"
-    return one_dtype(input, weight)
+    for name, other in (("grad", grad), ("weight", weight)):
+        if other is not None and other.dtype != input.dtype:
+            return f"{name} is {other.dtype} and input {input.dtype}; it takes one dtype for both"
+    refuses = load(f"{HERE}.cuda_backward:refuses")
+    return refuses(gpu, grad, grad_residual, input, weight)  # type: ignore[no-any-return]
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
@@ -445,8 +416,8 @@ BACKWARD = Op(
     outputs=outputs_backward,
     check=check_backward,
     backends=(
+        Backend("cuda", "cuda", f"{HERE}.cuda_backward:prepare", accepts=one_dtype_backward),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
-        Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare_backward", accepts=one_dtype_backward),
         Backend("torch", "torch", f"{HERE}.reference:rms_norm_backward", dtypes=None),
     ),
     tolerance=tolerance_backward,
@@ -461,8 +432,8 @@ OP = Op(
     outputs=outputs,
     check=check,
     backends=(
+        Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare", accepts=one_dtype),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
-        Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare_forward", accepts=one_dtype),
         Backend("torch", "torch", f"{HERE}.reference:rms_norm", dtypes=None),
     ),
     public=rms_norm,
@@ -488,8 +459,8 @@ ADD = Op(
     outputs=outputs_add,
     check=check_add,
     backends=(
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_add"),
         Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare_add", accepts=one_dtype_add),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_add"),
         Backend("torch", "torch", f"{HERE}.reference:add_rms_norm", dtypes=None),
     ),
     public=rms_norm,

@@ -16,6 +16,25 @@ def result_dtype(input: torch.Tensor, weight: torch.Tensor | None, casting: str)
     return input.dtype
 
 
+def unrounded(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    casting: str = "torch",
+) -> torch.Tensor:
+    """The norm in the dtype that it is computed in."""
+    inside = torch.promote_types(input.dtype, torch.float32)
+    x = input.to(inside)
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if casting == "llama":
+        y = y.to(input.dtype).to(inside)
+    if weight is not None:
+        w = weight.to(inside)
+        y = y * (w + weight_offset if weight_offset else w)
+    return y
+
+
 def rms_norm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -23,13 +42,7 @@ def rms_norm(
     weight_offset: float,
     casting: str,
 ) -> torch.Tensor:
-    inside = torch.promote_types(input.dtype, torch.float32)
-    x = input.to(inside)
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    if casting == "llama":
-        y = y.to(input.dtype).to(inside)
-    if weight is not None:
-        y = y * (weight.to(inside) + weight_offset)
+    y = unrounded(input, weight, eps, weight_offset, casting)
     return y.to(result_dtype(input, weight, casting))
 
 
@@ -69,5 +82,5 @@ def rms_norm_backward(
         dx = dx + grad_residual.to(inside)
     if not weight_grad or weight is None:
         return dx.to(input.dtype), input.new_empty(0)
-    dw = (dy * normed).reshape(-1, x.shape[-1]).sum(0)
+    dw = (dy * normed).sum_to_size(weight.shape)
     return dx.to(input.dtype), dw.to(weight.dtype)

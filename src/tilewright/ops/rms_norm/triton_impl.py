@@ -21,6 +21,7 @@ import triton.language as tl
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory
 from tilewright.toolkit.launch import bind, programs
+from tilewright.toolkit.partials import bind_sum
 from tilewright.toolkit.rows import on_rows, rows, vector_width
 from tilewright.toolkit.tiles import Tile, tile
 from tilewright.toolkit.triton_lib import mean_of, row_start
@@ -210,21 +211,6 @@ def _backward_wide_rows(
             tl.store(dx_ptr + to_row + at, dx.to(dx_ptr.dtype.element_ty), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["count", "n"])
-def _sum_partials(
-    dw_ptr, partial_ptr, count, n, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Partials [count, n] to dW [n], in an order that depends on nothing but count."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    total = tl.zeros([COUNT, BLOCK], tl.float32)
-    for start in range(0, count, COUNT):
-        line = start + tl.arange(0, COUNT)[:, None]  # [COUNT, 1]
-        inside = (line < count) & (column < n)
-        total += tl.load(partial_ptr + line.to(tl.int64) * n + column, mask=inside, other=0.0)
-    dw = tl.sum(total, 0)[None, :].to(dw_ptr.dtype.element_ty)
-    tl.store(dw_ptr + column, dw, mask=column < n)
-
-
 def _prepare(
     gpu: Gpu, input: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
     eps: float, weight_offset: float, round_first: bool, out: torch.dtype,
@@ -305,20 +291,12 @@ def _prepare_backward(
         return run
     new_partial = memory.contiguous((count, n), torch.float32, device)
     new_dw = memory.contiguous((n,), weight.dtype, device)
-    reduce = bind(
-        _sum_partials,
-        (programs(n, 128),),
-        [weight.dtype, torch.float32],
-        (count, n),
-        {"COUNT": 32, "BLOCK": 128},
-        aligned=True,
-        num_warps=4,
-    )
+    reduce = bind_sum(count, n, weight.dtype)
 
     def run_with_dw(g: Any, r: Any, x: Any, w: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         dx, partial, dw = new_dx(), new_partial(), new_dw()
         kernel(dx, g, x, w, r, partial)
-        reduce(dw, partial)
+        reduce(dw, None, partial)
         return dx, dw
 
     return run_with_dw

@@ -1,115 +1,182 @@
-"""softmax over the last dim in CUDA C++, in two versions (device code: cuda_impl.cu).
+"""softmax over the last dim and its backward in CUDA C++ (device code: cuda_impl.cu).
 
 `cuda_v1` is the one to read: three passes over memory and a tree in shared memory; rows of any
 length. `cuda_v2` reads each element once: a group of lanes (short rows) or a block holds its row in
-registers, 32 elements a thread, and reduces by warp shuffles. Both use 16-byte loads where
-alignment allows and compute in float32. Limits: float32, float16, bfloat16, or half input to
-float32 output; v2 takes rows of up to 32,768 columns, and needs at most six binaries per pair of
-dtypes.
+registers; a longer row is held in the shared memory of a block, and beyond 32,768 half or 16,384
+float columns of a cluster of blocks (SM 90). Both use 16-byte loads where alignment allows and
+compute in float32. Limits: float32, float16, bfloat16, or half input to float32 output; v2 takes
+rows of up to 262,144 columns, 4,096 without 16-byte loads, and needs at most six binaries per pair
+of dtypes.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright.gpu import Gpu
-from tilewright.toolkit import memory, nvrtc
+from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_launch import Run
-from tilewright.toolkit.rows import Rows, on_rows, rows, vector_width
+from tilewright.toolkit.cuda_rows import Plan
+from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
 
 SOURCE = nvrtc.Source.beside(__file__)
 
 MAX_THREADS = 1024
-GROUP_THREADS = 128  # of a block whose rows are owned by groups of lanes
-FEW, MOST = 8, 32  # elements of a row that one thread of v2 holds
-V2_MAX_COLUMNS = MAX_THREADS * MOST
+WIDE_THREADS = 512
+CLUSTER_PACKS = 2048  # of a row, for each block of a cluster (H200, 2026-11)
 
 
-@dataclass(frozen=True)
-class Launch:
-    vec: int  # elements per load
-    packs: int  # loads per thread that hold a row; 0: v1, which holds none
-    group: bool  # `lanes` threads own a row, not the block
-    lanes: int  # threads that own a row
-    threads: int  # of a block
-    blocks: int
+def launch_v1(n: int, vec: int) -> int:
+    """Threads of a block: a power of two, as the tree wants."""
+    return max(32, min(MAX_THREADS, cuda_rows.power_of_two(cuda_rows.ceil(n, vec))))
 
 
-def launch(count: int, n: int, vec: int, gpu: Gpu, *, version: int) -> Launch:
-    """The launch for `count` rows of n columns, `vec` elements to a load."""
-    loads = _power_of_two(-(-n // vec))
-    if version == 1:
-        threads = max(32, min(MAX_THREADS, loads))  # a power of two, as the tree wants
-        return Launch(vec, 0, False, threads, threads, count)
-    if n > 32 * MOST:
-        # single elements are a constant distance apart: see the .cu file
-        threads = 32 * -(-n // (32 * MOST)) if vec > 1 else MAX_THREADS
-        return Launch(vec, MOST // vec, False, threads, threads, count)
-    elements = FEW if n <= 32 * FEW else MOST
-    lanes = min(32, loads)
-    blocks = -(-count // (GROUP_THREADS // lanes))
-    return Launch(vec, elements // vec, True, lanes, GROUP_THREADS, blocks)
+def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> tuple[Plan, bool] | None:
+    """The plan for rows of n columns, `vec` elements to a load, and whether it is a wide one.
+
+    None: no block holds them. A wide row is held by all loads it takes: its plan's packs are data.
+    """
+    if vec == 1:
+        plan = cuda_rows.group(n, 1, 4) or cuda_rows.block(n, 1, 4, 1024)
+        return (plan, False) if plan else None
+    most = 256 if operands == 1 else 512
+    plan = cuda_rows.group(n, vec, 2) if n <= 64 * vec else cuda_rows.block(n, vec, 4, most)
+    if plan:
+        return plan, False
+    plan = cuda_rows.fits(wide(n, vec, gpu, operands), gpu, operands)
+    return (plan, True) if plan else None
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Plan | None:
+    """One block while that leaves room for others beside it, then as few as hold the row."""
+    loads = cuda_rows.ceil(n, vec)
+    blocks = 1
+    if loads > 2 * CLUSTER_PACKS // operands:
+        blocks = min(
+            cuda_rows.power_of_two(cuda_rows.ceil(loads, CLUSTER_PACKS)),
+            cuda_rows.largest_cluster(gpu),
+        )
+    each = cuda_rows.ceil(loads, blocks)
+    threads = 256 if blocks > 1 and each * operands <= CLUSTER_PACKS else WIDE_THREADS
+    if each > 2 * CLUSTER_PACKS:
+        return None
+    owner, packs = "CLUSTER" if blocks > 1 else "BLOCK", cuda_rows.ceil(each, threads)
+    return Plan(owner, vec, packs, threads, threads, blocks)
 
 
-def _bind(choice: Launch, view: Rows, input: torch.Tensor, out: torch.dtype, gpu: Gpu) -> Run:
-    types = TYPE_NAMES[out], TYPE_NAMES[input.dtype]
-    count, n, lanes = ctypes.c_uint32(view.count), ctypes.c_int32(view.n), choice.lanes
-    if choice.packs:
-        kernel = instance("softmax_v2", *types, choice.vec, choice.packs, choice.group)
-        scalars: list[Any] = [rows_argument(view), count, n, ctypes.c_int32(lanes)]
+def refuses(gpu: Gpu, input: torch.Tensor) -> str | None:
+    """Why v2 does not hold a row, or None."""
+    n = input.shape[-1]
+    vec = _width(n, input)
+    return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
+
+
+def refuses_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> str | None:
+    n = output.shape[-1]
+    vec = _width(n, grad, output)
+    return None if launch(n, vec, gpu, operands=2) else cuda_rows.too_wide(n, vec, gpu)
+
+
+def _width(n: int, *tensors: torch.Tensor) -> int:
+    """Elements per load; wider results take several stores."""
+    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in tensors))
+
+
+def _bind(
+    names: tuple[str, str],
+    found: tuple[Plan, bool] | None,
+    out: torch.dtype,
+    inputs: list[torch.Tensor],
+    gpu: Gpu,
+) -> Callable[..., torch.Tensor]:
+    """Bind the kernel for rows in registers, or the one for wide rows."""
+    assert found is not None  # `refuses` was asked
+    plan, is_wide = found
+    views = [rows(t) for t in inputs]
+    view, first = views[0], inputs[0]
+    types, n = (TYPE_NAMES[out], TYPE_NAMES[first.dtype]), ctypes.c_int32(view.n)
+    shared = 0
+    if is_wide:
+        kernel = instance(names[1], *types, plan.vec, plan.owner, WIDE_THREADS)
+        sizes: list[Any] = [n, ctypes.c_int32(plan.packs)]
+        shared = plan.shared(len(inputs))
     else:
-        kernel = instance("softmax_v1", *types, choice.vec)
-        scalars = [rows_argument(view), n]
+        # one binary serves all blocks up to its own size
+        most = 128 if plan.owner == "GROUP" else 512 if plan.threads <= 512 else 1024
+        kernel = instance(names[0], *types, plan.vec, plan.packs, plan.owner, most)
+        sizes = [ctypes.c_uint32(view.count), n, ctypes.c_int32(plan.lanes)]
     return nvrtc.bind(
         SOURCE,
         kernel,
-        grid=(choice.blocks, 1, 1),
-        block=choice.threads,
+        grid=(plan.grid(view.count), 1, 1),
+        block=plan.threads,
+        cluster=plan.cluster,
+        shared=shared,
+        tensors=[out, *inputs],
+        scalars=[*map(rows_argument, views), *sizes],
+        gpu=gpu,
+        makes=memory.contiguous(first.shape, out, first.device),
+    )
+
+
+@on_rows
+def _v1(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., torch.Tensor]:
+    view = rows(input)
+    vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
+    return nvrtc.bind(
+        SOURCE,
+        instance("softmax_v1", TYPE_NAMES[out], TYPE_NAMES[input.dtype], vec),
+        grid=(view.count, 1, 1),
+        block=launch_v1(view.n, vec),
         tensors=[out, input],
-        scalars=scalars,
+        scalars=[rows_argument(view), ctypes.c_int32(view.n)],
         gpu=gpu,
         makes=memory.contiguous(input.shape, out, input.device),
     )
 
 
 @on_rows
-def _softmax(
-    gpu: Gpu, input: torch.Tensor, out: torch.dtype, version: int
-) -> Callable[..., torch.Tensor]:
-    view = rows(input)
-    vec = vector_width(view.n, (input, view), (input.new_empty(0, dtype=out), None))
-    return _bind(launch(view.count, view.n, vec, gpu, version=version), view, input, out, gpu)
+def _v2(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., torch.Tensor]:
+    n = input.shape[-1]
+    found = launch(n, _width(n, input), gpu)
+    return _bind(("softmax_v2", "softmax_v2_wide"), found, out, [input], gpu)
 
 
-def _prepare(
-    gpu: Gpu, input: torch.Tensor, dtype: torch.dtype | None, version: int
+@on_rows
+def _backward(
+    gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, out: torch.dtype
 ) -> Callable[..., torch.Tensor]:
-    out = dtype or input.dtype
-    if not input.numel():
-        new_output = memory.contiguous(input.shape, out, input.device)
-        return lambda *_: new_output()
-    return _softmax(gpu, input, out, version)
+    n = output.shape[-1]
+    found = launch(n, _width(n, grad, output), gpu, operands=2)
+    names = ("softmax_backward_rows", "softmax_backward_wide")
+    return _bind(names, found, out, [grad, output], gpu)
+
+
+def _or_empty(prepare: Any, gpu: Gpu, out: torch.dtype, *tensors: torch.Tensor) -> Any:
+    if tensors[0].numel():
+        return prepare(gpu, *tensors, out)
+    empty = memory.contiguous(tensors[0].shape, out, tensors[0].device)
+    return lambda *_: empty()
 
 
 def prepare_v1(
     gpu: Gpu, input: torch.Tensor, dim: int, dtype: torch.dtype | None
 ) -> Callable[..., torch.Tensor]:
     """`dim` is the last one: the op asks for nothing else."""
-    return _prepare(gpu, input, dtype, 1)
+    return _or_empty(_v1, gpu, dtype or input.dtype, input)  # type: ignore[no-any-return]
 
 
 def prepare_v2(
     gpu: Gpu, input: torch.Tensor, dim: int, dtype: torch.dtype | None
 ) -> Callable[..., torch.Tensor]:
-    """As `prepare_v1`, for rows of up to V2_MAX_COLUMNS."""
-    return _prepare(gpu, input, dtype, 2)
+    return _or_empty(_v2, gpu, dtype or input.dtype, input)  # type: ignore[no-any-return]
+
+
+def prepare_backward(
+    gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    return _or_empty(_backward, gpu, input_dtype, grad, output)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright import checks, library
+from tilewright.dispatch import load
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.softmax import reference
 from tilewright.shapes import EDGE_COLUMNS, SWEEP_COLUMNS, random_shape
@@ -28,7 +29,6 @@ from tilewright.spec import (
 
 HERE = "tilewright.ops.softmax"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-CUDA_V2_COLUMNS = 32_768  # what its registers hold
 
 
 def softmax(
@@ -88,16 +88,24 @@ def autocast(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Args:
     return input, dim, dtype or (None if input.dtype == torch.float64 else torch.float32)
 
 
-def last_dim_only(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
+def last_dim_only(gpu: Any, input: torch.Tensor, dim: int, dtype: Any) -> str | None:
     if dim % input.dim() != input.dim() - 1:
         return f"dim is {dim}; it reduces the last dim, {input.dim() - 1}, only"
     return None
 
 
-def fits_registers(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
-    if last_dim_only(input, dim, dtype) is None and input.shape[-1] > CUDA_V2_COLUMNS:
-        return f"{input.shape[-1]} columns; it holds a row of up to {CUDA_V2_COLUMNS} in registers"
-    return last_dim_only(input, dim, dtype)
+def holds_a_row(gpu: Any, input: torch.Tensor, dim: int, dtype: Any) -> str | None:
+    refuses = load(f"{HERE}.cuda_impl:refuses")
+    return last_dim_only(gpu, input, dim, dtype) or refuses(gpu, input)
+
+
+def holds_a_row_backward(
+    gpu: Any, grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: Any
+) -> str | None:
+    if grad.dtype != output.dtype:
+        return f"grad is {grad.dtype} and output {output.dtype}; it takes one dtype for both"
+    refuses = load(f"{HERE}.cuda_impl:refuses_backward")
+    return last_dim_only(gpu, output, dim, dtype) or refuses(gpu, grad, output)
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
@@ -227,6 +235,12 @@ BACKWARD = Op(
     ),
     check=check_backward,
     backends=(
+        Backend(
+            "cuda_v2",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare_backward",
+            accepts=holds_a_row_backward,
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
         Backend("torch", "torch", f"{HERE}.reference:softmax_backward", dtypes=None),
     ),
@@ -244,8 +258,8 @@ OP = Op(
     ),
     check=check,
     backends=(
+        Backend("cuda_v2", "cuda", f"{HERE}.cuda_impl:prepare_v2", accepts=holds_a_row),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
-        Backend("cuda_v2", "cuda", f"{HERE}.cuda_impl:prepare_v2", accepts=fits_registers),
         Backend("cuda_v1", "cuda", f"{HERE}.cuda_impl:prepare_v1", accepts=last_dim_only),
         Backend("torch", "torch", f"{HERE}.reference:softmax", dtypes=None),
     ),

@@ -10,6 +10,9 @@ namespace tilewright {
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+template <class T> constexpr bool is_bf16 = false;
+template <> constexpr bool is_bf16<bf16> = true;
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 
 __device__ __forceinline__ float to_float(bf16 x) {
@@ -46,10 +49,20 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return narrow;
 }
 
-// Two neighbouring halves: the first element is the low half of the word.
+// Two neighbouring halves in one instruction: the first element is the low half of the word.
 template <class T> __device__ __forceinline__ unsigned two_from_float(float first, float second) {
+#if __CUDA_ARCH__ >= 800
+  unsigned word;
+  if constexpr (is_bf16<T>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  }
+  return word;
+#else
   const unsigned low = from_float<T>(first).bits, high = from_float<T>(second).bits;
   return low | high << 16;
+#endif
 }
 
 template <class T, int VEC> struct Pack {  // 16-bit elements, two to a word
@@ -98,11 +111,10 @@ template <> struct Pack<float, 1> {
   static __device__ __forceinline__ Pack of(const float (&values)[1]) { return {{values[0]}}; }
 };
 
-template <int BYTES> struct Word;  // the built-in type that one load or store of BYTES moves
+template <int BYTES> struct Word { using type = uint4; };  // the type that one load or store moves
 template <> struct Word<2> { using type = unsigned short; };
 template <> struct Word<4> { using type = unsigned; };
 template <> struct Word<8> { using type = uint2; };
-template <> struct Word<16> { using type = uint4; };
 
 template <int VEC, class T> __device__ __forceinline__ Pack<T, VEC> load(const T* from) {
   using W = typename Word<sizeof(T) * VEC>::type;
@@ -112,11 +124,22 @@ template <int VEC, class T> __device__ __forceinline__ Pack<T, VEC> load(const T
   return pack;
 }
 
+// A pack beyond 16 bytes (floats of what was loaded as halves) takes several stores.
 template <int VEC, class T> __device__ __forceinline__ void store(T* to, const Pack<T, VEC>& pack) {
   using W = typename Word<sizeof(T) * VEC>::type;
-  W word;
-  memcpy(&word, &pack, sizeof(W));
-  *reinterpret_cast<W*>(to) = word;
+  constexpr int WORDS = sizeof(T) * VEC / sizeof(W);
+  W words[WORDS];
+  memcpy(words, &pack, sizeof(words));
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) reinterpret_cast<W*>(to)[i] = words[i];
+}
+
+// VEC copies of one value: what stands beyond the end of a row.
+template <class T, int VEC> __device__ __forceinline__ Pack<T, VEC> filled(float value) {
+  float values[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) values[j] = value;
+  return Pack<T, VEC>::of(values);
 }
 
 // Hides where a pack came from. Without it the compiler keeps the converted floats of a row alive
@@ -127,5 +150,9 @@ template <class T, int VEC> __device__ __forceinline__ void keep_packed(Pack<T, 
     for (unsigned& word : pack.words) asm volatile("" : "+r"(word));
   }
 }
+
+// Keeps loads of the next pack behind this point. Where registers are scarce the compiler would
+// rather load all packs of an unrolled loop at once, and spill.
+__device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
 }  // namespace tilewright

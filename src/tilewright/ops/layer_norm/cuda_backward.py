@@ -1,0 +1,157 @@
+"""The backward of LayerNorm in CUDA C++ (device code: cuda_backward.cu).
+
+Persistent groups of lanes, teams of warps or clusters walk down the rows; the next rows travel
+through shared memory meanwhile. The gradients of weight and bias stay in registers over all rows of
+a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the same
+bits on every run. Limits: float32, float16, bfloat16; weight, bias and gradient of the input's
+dtype; 16,384 half or 8,192 float columns without clusters, 131,072 half or 65,536 float columns
+with them, 2,048 without 16-byte loads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.gpu import Gpu
+from tilewright.toolkit import cuda_partials, cuda_rows, memory, nvrtc
+from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
+from tilewright.toolkit.cuda_rows import Plan
+from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
+
+SOURCE = nvrtc.Source.beside(__file__)
+
+STAGES = 2  # rows under way (H200, 2026-11)
+MOST = 512  # threads of a block
+CLUSTER_MOST = 256  # and of one in a cluster: more would leave too few registers
+
+
+@dataclass(frozen=True)
+class Launch:
+    plan: Plan
+    most: int  # threads that the binary is compiled for
+    blocks: int  # on an SM
+
+    def shared(self, n: int) -> int:
+        """Rows under way and each thread's part of the weight; at the end, partials."""
+        travelling = self.plan.shared(2, STAGES) if self.plan.vec > 1 else 0
+        held = travelling + self.plan.shared(1)
+        return max(held, cuda_partials.scratch_bytes(self.plan, n))
+
+
+def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
+    """For rows of n columns, `vec` elements to a load, or None (measured on an H200, 2026-11)."""
+    small = cuda_rows.group(n, vec, 4)
+    if small:
+        return Launch(small, cuda_rows.GROUP_THREADS, 3)
+    if vec == 1:
+        plan = cuda_rows.block(n, vec, 4, MOST)
+        return Launch(plan, MOST, 1) if plan else None
+    alone = cuda_rows.teams(n, vec, 4, MOST)
+    plan = alone or cuda_rows.cluster(n, vec, 4, CLUSTER_MOST, CLUSTER_MOST, gpu)
+    plan = cuda_rows.fits(plan, gpu, 2 * STAGES + 1)
+    return Launch(plan, MOST if alone else CLUSTER_MOST, 1) if plan else None
+
+
+def refuses(gpu: Gpu, *tensors: torch.Tensor | None) -> str | None:
+    """Why a row does not fit, or None: (gradient, input, weight)."""
+    given = [t for t in tensors if t is not None]
+    n = given[0].shape[-1]
+    vec = _width(n, *given)
+    return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
+
+
+def _width(n: int, *tensors: torch.Tensor) -> int:
+    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in tensors))
+
+
+@on_rows
+def _backward(
+    gpu: Gpu,
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    dtype, device = input.dtype, input.device
+    view, parameters = rows(input), weight_grad or bias_grad
+    n = view.n
+    vec = _width(n, *(t for t in (grad, input, weight) if t is not None))
+    choice = launch(n, vec, gpu)
+    assert choice is not None  # `refuses` was asked
+    plan = choice.plan
+    shape = (plan.packs, plan.owner, STAGES, choice.most, choice.blocks)
+    kernel_name = instance("layer_norm_backward", TYPE_NAMES[dtype], vec, *shape)
+    place: dict[str, Any] = {
+        "block": plan.threads,
+        "shared": choice.shared(n),
+        "cluster": plan.cluster,
+        "gpu": gpu,
+    }
+    room = nvrtc.resident(SOURCE, kernel_name, device=device, **place)
+    blocks = min(plan.grid(view.count), room // plan.cluster * plan.cluster)
+    kernel = nvrtc.bind(
+        SOURCE,
+        kernel_name,
+        grid=(blocks, 1, 1),
+        tensors=[dtype, torch.float32 if parameters else None, grad, input, weight],
+        scalars=[
+            rows_argument(rows(grad)),
+            rows_argument(view),
+            ctypes.c_uint32(view.count),
+            ctypes.c_int32(n),
+            ctypes.c_int32(plan.lanes),
+            ctypes.c_float(eps),
+        ],
+        **place,
+    )
+    partials = blocks // plan.cluster
+    new_dx = memory.contiguous(input.shape, dtype, device)
+    new_partial = memory.contiguous((2, partials, n), torch.float32, device)
+    new_sum = memory.contiguous((n,), dtype, device)
+    nothing = memory.contiguous((0,), dtype, device)
+    if parameters:
+        add_up = cuda_partials.bind_sum(SOURCE, partials, n, input, gpu, parameters=2)
+
+    def run(
+        grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dx = new_dx()
+        if not parameters:
+            kernel(dx, None, grad, input, weight)
+            return dx, nothing(), nothing()
+        partial, dw, db = new_partial(), new_sum(), new_sum()
+        kernel(dx, partial, grad, input, weight)
+        add_up(dw, db, partial)
+        return dx, dw if weight_grad else nothing(), db if bias_grad else nothing()
+
+    return run
+
+
+def prepare(
+    gpu: Gpu,
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The run returns the gradients of input, weight and bias, the last two empty unless wanted."""
+    wants = weight_grad and weight is not None, bias_grad and bias is not None
+    if not input.numel():
+        empty = memory.contiguous(input.shape, input.dtype, input.device)
+        new = [
+            memory.contiguous(input.shape[-1:] if wanted else (0,), input.dtype, input.device)
+            for wanted in wants
+        ]
+        return lambda *_: (empty(), new[0]().zero_(), new[1]().zero_())
+    run = _backward(gpu, grad, input, weight, eps, *wants)
+    return lambda grad, input, weight, *_: run(grad, input, weight)

@@ -1,0 +1,99 @@
+"""How the threads of a CUDA row kernel share rows: pure functions of the row length.
+
+A thread holds `packs` loads of 16 bytes, or of one element where alignment allows no more. A short
+row belongs to a group of lanes, a longer one to a team of warps or a block, and one that no block
+holds to a cluster of blocks. `Plan` says which, in the words of include/tilewright/reduce.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.gpu import Gpu
+
+WARP = 32
+GROUP_THREADS = 128  # of a block whose rows belong to groups of lanes
+MAX_CLUSTER = 16  # blocks; more than 8 only where PORTABLE_CLUSTER is not the limit
+PORTABLE_CLUSTER = 8
+STATIC_SHARED = 2048  # what the kernels' own exchange takes, rounded up
+PACK_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    owner: str  # of a row: "GROUP", "TEAM", "BLOCK" or "CLUSTER"
+    vec: int  # elements per load
+    packs: int  # loads that hold a thread's share of a row
+    lanes: int  # threads of a block that share a row
+    threads: int  # of a block
+    cluster: int = 1  # blocks that share a row
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block owns at a time."""
+        return self.threads // self.lanes
+
+    def grid(self, count: int) -> int:
+        """Blocks of a grid that owns all of `count` rows at once."""
+        return ceil(count, self.rows) * self.cluster
+
+    def shared(self, operands: int, stages: int = 1) -> int:
+        """Bytes of shared memory that hold the packs of a block."""
+        return stages * operands * self.packs * self.threads * PACK_BYTES
+
+
+def ceil(total: int, each: int) -> int:
+    return -(-total // each)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def group(n: int, vec: int, packs: int) -> Plan | None:
+    """A group of lanes for each row, or None if a warp is too small."""
+    lanes = power_of_two(ceil(n, vec * packs))
+    return Plan("GROUP", vec, packs, lanes, GROUP_THREADS) if lanes <= WARP else None
+
+
+def block(n: int, vec: int, packs: int, most: int) -> Plan | None:
+    """A block of up to `most` threads for each row, or None."""
+    threads = WARP * ceil(n, vec * packs * WARP)
+    return Plan("BLOCK", vec, packs, threads, threads) if threads <= most else None
+
+
+def teams(n: int, vec: int, packs: int, most: int) -> Plan | None:
+    """As many teams of warps as a block of `most` threads has room for, a row for each."""
+    alone = block(n, vec, packs, most)
+    if alone is None or most // alone.threads < 2:
+        return alone
+    return Plan("TEAM", vec, packs, alone.lanes, most // alone.lanes * alone.lanes)
+
+
+def cluster(n: int, vec: int, packs: int, threads: int, most: int, gpu: Gpu) -> Plan | None:
+    """The fewest blocks, about `threads` each and `most` at the worst, that hold a row together."""
+    blocks = min(power_of_two(ceil(n, vec * packs * threads)), largest_cluster(gpu))
+    each = WARP * ceil(n, vec * packs * WARP * blocks)
+    if blocks < 2 or each > most:
+        return None
+    return Plan("CLUSTER", vec, packs, each, each, blocks)
+
+
+def largest_cluster(gpu: Gpu) -> int:
+    """Blocks in a cluster: 16 on data-centre GPUs, 8 on others that have clusters, or 1."""
+    if not gpu.arch.clusters:
+        return 1
+    return MAX_CLUSTER if gpu.sm in (90, 100) else PORTABLE_CLUSTER
+
+
+def fits(plan: Plan | None, gpu: Gpu, operands: int, stages: int = 1) -> Plan | None:
+    """The plan, if a block of this GPU has the shared memory for it."""
+    room = gpu.shared_per_block - STATIC_SHARED
+    return plan if plan is not None and plan.shared(operands, stages) <= room else None
+
+
+def too_wide(n: int, vec: int, gpu: Gpu) -> str:
+    """Why there is no plan."""
+    how = "in loads of 16 bytes" if vec > 1 else "element by element, for alignment allows no more"
+    return f"{n} columns, read {how}, are more than its blocks hold on SM {gpu.sm}"
