@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -141,7 +142,11 @@ def _requests(op: Op, backend: Any, args: Args) -> list[Any]:
     return requests
 
 
-REFUSED = (("cuda", "dim 0"), ("cuda", "llama mixed"))  # by `accepts`, see test_dispatch
+REFUSED = (
+    ("cuda", "dim 0"),
+    ("cuda", "llama mixed"),
+    ("cuda", "mixed"),
+)  # by `accepts`, see test_dispatch
 
 
 def _budgets() -> Iterator[Any]:
@@ -180,7 +185,9 @@ def test_shapes_compile_at_most_twelve_binaries(
             if backward:
                 args = _backward_args(forward, args, x)
             for request in _requests(op, chosen, args):
-                binaries.setdefault(describe(request), (rows, columns, layout, request.constants))
+                # a launch may ask for more or less shared memory of the same binary
+                binary = describe(replace(request, dynamic_shared=0))
+                binaries.setdefault(binary, (rows, columns, layout, request.constants))
         assert binaries, "nothing was asked for: this test would pass on anything"
         reached = "\n".join(map(str, binaries.values()))
         assert len(binaries) <= LIMIT, (

@@ -21,10 +21,14 @@ from typing import Any
 import pytest
 import torch
 
+from tilewright import gpu as gpus
 from tilewright.errors import BuildError, CacheError, LaunchError
+from tilewright.ops.layer_norm import cuda_backward as layer_norm_backward
+from tilewright.ops.layer_norm import cuda_impl as layer_norm
+from tilewright.ops.rms_norm import cuda_backward as rms_norm_backward
 from tilewright.ops.rms_norm import cuda_impl as rms_norm
 from tilewright.ops.softmax import cuda_impl as softmax
-from tilewright.toolkit import cubin_cache, cuda_launch, nvrtc, recording
+from tilewright.toolkit import cubin_cache, cuda_launch, cuda_rows, nvrtc, recording
 
 SMS = (75, 80, 86, 89, 90, 100, 120)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +59,7 @@ __global__ void greedy(float* x) {
 
 
 def pretend_gpu(sm: int = 90) -> Any:
-    return types.SimpleNamespace(sm=sm, sm_count=132, shared_per_block=232448)
+    return gpus.pretend(f"sm_{sm}")
 
 
 @pytest.fixture(autouse=True)
@@ -191,8 +195,8 @@ def test_a_mistake_shows_the_compilers_log(tmp_path: Path) -> None:
 @needs_nvrtc
 def test_headers_of_ours_are_found(tmp_path: Path) -> None:
     text = '#include "tilewright/reduce.cuh"\n__global__ void k(float* x) '
-    text += "{ x[0] = tilewright::block_reduce<tilewright::Max>(x[threadIdx.x]); }"
-    assert nvrtc.compile(write_source(tmp_path, text), "k", 75).static_shared >= 128
+    text += "{ x[0] = tilewright::Max::join(x[0], x[threadIdx.x]); }"
+    assert nvrtc.compile(write_source(tmp_path, text), "k", 75).registers > 0
 
 
 def test_flags_outside_the_list_are_refused(source: nvrtc.Source, compiler: FakeCompiler) -> None:
@@ -224,16 +228,26 @@ COLUMNS = (
 
 
 def requests_of(dtype: torch.dtype, gpu: Any) -> dict[str, recording.Request]:
+    """Every instance that the launchers reach; what they refuse is left out, as dispatch does."""
     with recording.recording() as requests:
         for n in COLUMNS:
             x = torch.empty(64, n, dtype=dtype, device="meta")
             w = torch.empty(n, dtype=dtype, device="meta")
-            rms_norm.prepare_forward(gpu, x, w, 1e-6, 0.0, "torch")
-            rms_norm.prepare_add(gpu, x, x, w, 1e-6, 1.0, "llama")
-            rms_norm.prepare_backward(gpu, x, x, x, w, 1e-6, 0.0, True)
+            if not rms_norm.refuses(gpu, x, w):
+                rms_norm.prepare(gpu, x, w, 1e-6, 0.0, "torch")
+            if not rms_norm.refuses(gpu, x, x, w):
+                rms_norm.prepare_add(gpu, x, x, w, 1e-6, 1.0, "llama")
+            if not rms_norm_backward.refuses(gpu, x, x, x, w):
+                rms_norm_backward.prepare(gpu, x, x, x, w, 1e-6, 0.0, True)
+            if not layer_norm.refuses(gpu, x, w, w):
+                layer_norm.prepare(gpu, x, w, w, 1e-6)
+            if not layer_norm_backward.refuses(gpu, x, x, w):
+                layer_norm_backward.prepare(gpu, x, x, w, w, 1e-6, True, True)
+            if not softmax.refuses_backward(gpu, x, x):
+                softmax.prepare_backward(gpu, x, x, 1, dtype)
             for out in (None, torch.float32):
                 softmax.prepare_v1(gpu, x, 1, out)
-                if x.shape[-1] <= softmax.V2_MAX_COLUMNS:
+                if not softmax.refuses(gpu, x):
                     softmax.prepare_v2(gpu, x, 1, out)
     return {request.kernel: request for request in requests}
 
@@ -255,7 +269,8 @@ def test_every_kernel_of_the_ops_compiles_without_spilling(sm: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shapes_reach_few_kernels(dtype: torch.dtype) -> None:
     names = list(requests_of(dtype, pretend_gpu()))
-    for prefix in ("rms_norm_rows", "add_rms_norm", "rms_norm_backward", "softmax"):
+    groups = ("rms_norm_rows", "rms_norm_wide", "rms_norm_backward", "add_rms_norm", "softmax_v2")
+    for prefix in (*groups, "layer_norm_rows", "layer_norm_backward", "softmax_backward"):
         per_output: dict[str, int] = {}
         for name in names:
             if name.startswith(prefix):
@@ -270,36 +285,60 @@ def test_every_kernel_name_is_a_template_of_its_source(dtype: torch.dtype) -> No
         assert f"{kernel.split('<')[0]}(" in request.source.text
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("vec", [1, 4, 8])
-def test_rms_norm_launches_cover_the_rows(vec: int, backward: bool) -> None:
-    limit = rms_norm.BACKWARD_THREADS if backward else rms_norm.FORWARD_THREADS
-    for n in (vec, 3 * vec, 32 * vec, 33 * vec, 1000 * vec, 5000 * vec, 40000 * vec):
-        for count in (1, 5, 131, 100_000, 2**31 - 2**10):
-            choice = rms_norm.launch(count, n, vec, pretend_gpu(), backward=backward)
-            assert choice.threads % 32 == 0 and choice.threads <= limit
-            assert choice.lanes == choice.threads or (choice.group and 32 % choice.lanes == 0)
-            if choice.packs:
-                assert choice.lanes * choice.packs * vec >= n
-            rows_at_once = choice.blocks * (choice.threads // choice.lanes)
-            assert rows_at_once >= count or choice.partials
-            if choice.partials:
-                # every block of the long kernel must own a row: it is what initialises its partial
-                assert choice.blocks <= -(-count // (choice.threads // choice.lanes))
-                per_block = choice.threads // 32 if choice.group else 1
-                assert choice.partials == choice.blocks * per_block
+def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
+    """What every launcher of the ops plans for rows of n columns."""
+    of_norm = layer_norm.launch(n, vec, gpu)
+    of_softmax, of_dots = (softmax.launch(n, vec, gpu, operands=k) for k in (1, 2))
+    backwards = rms_norm_backward.launch(n, vec, gpu), layer_norm_backward.launch(n, vec, gpu)
+    return {
+        "rms_norm": rms_norm.launch(n, vec, gpu),
+        "add_rms_norm": rms_norm.launch(n, vec, gpu, operands=2),
+        "layer_norm": of_norm[0] if of_norm else None,
+        "softmax": of_softmax[0] if of_softmax else None,
+        "softmax_backward": of_dots[0] if of_dots else None,
+        "rms_norm_backward": backwards[0].plan if backwards[0] else None,
+        "layer_norm_backward": backwards[1].plan if backwards[1] else None,
+    }
 
 
+@pytest.mark.parametrize("sm", [75, 80, 90, 120])
 @pytest.mark.parametrize("vec", [1, 4, 8])
-def test_softmax_launches_cover_the_rows(vec: int) -> None:
-    for n in (vec, 3 * vec, 33 * vec, 256, 264, 1024, 1032, 4096, softmax.V2_MAX_COLUMNS):
-        for count in (1, 5, 100_000):
-            choice = softmax.launch(count, n, vec, pretend_gpu(), version=2)
-            assert choice.lanes * choice.packs * vec >= n
-            assert choice.blocks * (choice.threads // choice.lanes) >= count
-            assert choice.threads <= softmax.MAX_THREADS
-            tree = softmax.launch(count, n, vec, pretend_gpu(), version=1)
-            assert tree.blocks == count and tree.threads & (tree.threads - 1) == 0
+def test_plans_cover_the_rows(vec: int, sm: int) -> None:
+    gpu = pretend_gpu(sm)
+    for n in range(vec, 262_145, vec * 61):
+        for name, plan in plans(vec, n, gpu).items():
+            if plan is None:
+                assert n > 1536, (name, n)  # whoever cannot hold a row can hold a short one
+                continue
+            held = plan.packs * plan.lanes * plan.cluster * vec
+            assert held >= n, (name, n, plan)
+            assert plan.threads % 32 == 0 and plan.threads <= 1024
+            assert plan.threads % plan.lanes == 0
+            if plan.owner == "GROUP":
+                assert 32 % plan.lanes == 0
+            elif plan.owner == "TEAM":
+                assert plan.lanes % 32 == 0 and 1 < plan.rows <= 15
+            else:
+                assert plan.lanes == plan.threads
+            assert (plan.cluster > 1) == (plan.owner == "CLUSTER")
+            assert plan.cluster <= cuda_rows.largest_cluster(gpu)
+            for count in (1, 5, 2**31 - 2**16):
+                assert plan.grid(count) // plan.cluster * plan.rows >= count
+
+
+def test_clusters_hold_what_no_block_does_and_only_where_there_are_some() -> None:
+    for name, plan in plans(8, 65_536, pretend_gpu(90)).items():
+        assert plan and plan.owner == "CLUSTER", name
+    for name, plan in plans(8, 65_536, pretend_gpu(80)).items():
+        assert plan is None, name
+    for name, plan in plans(4, 262_144, pretend_gpu(90)).items():
+        assert name.endswith("backward") or name == "add_rms_norm" or plan, name
+    assert "65536 columns" in str(rms_norm.refuses(pretend_gpu(80), meta(4, 65_536)))
+    assert "element by element" in str(softmax.refuses(pretend_gpu(90), meta(4, 65_537)))
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
 def test_empty_inputs_need_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +346,17 @@ def test_empty_inputs_need_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = pretend_gpu()
     for shape in ((0, 8), (4, 0)):
         x, w = torch.empty(shape), torch.ones(shape[-1])
-        assert rms_norm.prepare_forward(gpu, x, w, 1e-6, 0.0, "torch")(x, w).shape == shape
+        assert rms_norm.prepare(gpu, x, w, 1e-6, 0.0, "torch")(x, w).shape == shape
         total = rms_norm.prepare_add(gpu, x, x, w, 1e-6, 0.0, "torch")(x, x, w)[1]
         assert total.shape == shape
-        dx, dw = rms_norm.prepare_backward(gpu, x, None, x, w, 1e-6, 0.0, True)(x, None, x, w)
+        dx, dw = rms_norm_backward.prepare(gpu, x, None, x, w, 1e-6, 0.0, True)(x, None, x, w)
         assert dx.shape == shape and torch.equal(dw, torch.zeros(shape[-1]))
         assert softmax.prepare_v1(gpu, x, 1, torch.float32)(x).shape == shape
+        assert softmax.prepare_backward(gpu, x, x, 1, torch.float32)(x, x).shape == shape
+        assert layer_norm.prepare(gpu, x, w, None, 1e-6)(x, w, None).shape == shape
+        run = layer_norm_backward.prepare(gpu, x, x, w, w, 1e-6, True, False)
+        dx, dw, db = run(x, x, w, w)
+        assert dx.shape == shape and torch.equal(dw, torch.zeros(shape[-1])) and not db.numel()
 
 
 # --- the disk cache ------------------------------------------------------------------------------
@@ -593,7 +637,8 @@ class FakeDriver:
         CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701
 
     CUfunction_attribute = types.SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic shared"
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic shared",
+        CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="large clusters",
     )
     CUfunction = CUkernel = staticmethod(lambda handle: handle)
     CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4)
@@ -609,6 +654,13 @@ class FakeDriver:
         self.configs: list[Any] = []
         self.attributes: list[tuple[Any, ...]] = []
         self.contexts: list[Any] = []
+        self.residents = 1  # whether anything fits on the GPU
+
+    def cuOccupancyMaxActiveClusters(self, *_: Any) -> tuple[Any, int]:  # noqa: N802
+        return 0, 30 * self.residents
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, *_: Any) -> tuple[Any, int]:  # noqa: N802
+        return 0, 3 * self.residents
 
     def CUlaunchConfig(self) -> Any:  # noqa: N802
         config = types.SimpleNamespace()
@@ -735,6 +787,35 @@ def test_a_cluster_launch_carries_the_same(source: nvrtc.Source, driver: FakeDri
     bind_tiny(source, grid=(8, 1, 1), cluster=4)(a, b)
     pointers = [a.data_ptr(), b.data_ptr()]
     assert driver.launches == [(77, 8, 1, 1, 64, 1, 1, 0, 1002, pointers, 7)]
+
+
+def test_large_clusters_are_asked_for(source: nvrtc.Source, driver: FakeDriver) -> None:
+    bind_tiny(source, grid=(32, 1, 1), cluster=8)
+    assert not driver.attributes
+    bind_tiny(source, grid=(32, 1, 1), cluster=16)
+    assert driver.attributes == [("large clusters", 1, 77, 2)]
+
+
+@pytest.mark.parametrize(("cluster", "blocks"), [(1, 3 * 132), (4, 30 * 4)])
+def test_how_many_blocks_run_at_a_time_is_asked(
+    source: nvrtc.Source,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: int,
+    blocks: int,
+) -> None:
+    """Clusters ask the driver for clusters: which SMs can share one is not in a datasheet."""
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    gpu = pretend_gpu()
+    given: dict[str, Any] = {"block": 64, "gpu": gpu, "device": torch.device("cuda", 2)}
+    found = nvrtc.resident(source, "scale<float, 3>", shared=100, cluster=cluster, **given)
+    assert found == blocks
+    with recording.recording():
+        assert nvrtc.resident(source, "k", cluster=16, **given) == gpu.sm_count // 16 * 16
+    driver.residents = 0
+    with pytest.raises(LaunchError, match="cannot hold a single one"):
+        nvrtc.resident(source, "scale<float, 3>", cluster=cluster, **given)
 
 
 @needs_nvrtc

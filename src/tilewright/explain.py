@@ -68,7 +68,7 @@ def explain(
     >>> import torch, tilewright
     >>> x = torch.empty(8, 4096, device="meta", dtype=torch.bfloat16)
     >>> tilewright.explain("softmax", x, gpu="h100").backend
-    'triton'
+    'cuda_v2'
     """
     target = _target(gpu)
     given = (*args, *kwargs.values())

@@ -23,6 +23,7 @@ from tilewright.errors import LaunchError
 from tilewright.toolkit.launch import MAX_STREAMS, Shot
 
 CUDA_OF_LAUNCH_EX = 11080  # the CUDA release that brought cuLaunchKernelEx
+DEFAULT_SHARED = 44 * 1024  # more must be asked for: 48 KiB, less what a kernel declares itself
 PORTABLE_CLUSTER = 8  # more blocks in a cluster than this must be asked for
 
 Run = Callable[..., Any]
@@ -172,7 +173,7 @@ def _load(loaded: Any, shape: Shape, index: int, shared_limit: int) -> None:
         _raise(shape, error)
     limits = driver.CUfunction_attribute
     wanted = {}
-    if shape.shared:  # beyond 48 KiB, of which a kernel's static memory is a part
+    if shape.shared > DEFAULT_SHARED:
         wanted[limits.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_limit
     if shape.cluster > PORTABLE_CLUSTER:
         wanted[limits.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1

@@ -85,6 +85,7 @@ class Compiled:
 _compiled: dict[tuple[str, str, int, Flags], Compiled] = {}
 _gates: dict[tuple[str, str, int, Flags], threading.Lock] = {}
 _lock = threading.Lock()
+_importing = threading.Lock()
 
 
 def arch_name(sm: int) -> str:
@@ -138,10 +139,18 @@ def _from_disk_or_compiler(source: Source, kernel: str, sm: int, flags: Flags) -
     return compiled
 
 
-def _run_nvrtc(source: Source, kernel: str, sm: int, flags: Flags) -> Compiled:
-    from cuda.core import Program, ProgramOptions
+@cache
+def _cuda_core() -> Any:
+    """cuda.core, which two threads must not begin to import at the same time: one sees a part."""
+    with _importing:
+        import cuda.core
 
-    options = ProgramOptions(
+        return cuda.core
+
+
+def _run_nvrtc(source: Source, kernel: str, sm: int, flags: Flags) -> Compiled:
+    core = _cuda_core()
+    options = core.ProgramOptions(
         name=source.package_file.name,
         arch=arch_name(sm),
         std=STANDARD,
@@ -151,7 +160,7 @@ def _run_nvrtc(source: Source, kernel: str, sm: int, flags: Flags) -> Compiled:
     )
     logs = io.StringIO()
     try:
-        code = Program(source.text, "c++", options).compile(
+        code = core.Program(source.text, "c++", options).compile(
             "cubin", name_expressions=(kernel,), logs=logs
         )
     except Exception as error:  # cuda-core's error classes are not public
@@ -293,11 +302,9 @@ _kernels: dict[tuple[str, str, int, Flags], Any] = {}
 
 def _loaded(source: Source, kernel: str, sm: int, flags: Flags, compiled: Compiled) -> Any:
     """cuda-core's Kernel; loaded once, because every layout of a call binds anew."""
-    from cuda.core import ObjectCode
-
     wanted = (source.digest, kernel, sm, flags)
     with _lock:
         if wanted not in _kernels:
-            code = ObjectCode.from_cubin(compiled.cubin, name=kernel)
+            code = _cuda_core().ObjectCode.from_cubin(compiled.cubin, name=kernel)
             _kernels[wanted] = code.get_kernel(compiled.lowered_name)
         return _kernels[wanted]

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
   const auto ask = [&](unsigned row, int stage) {
     const T* x = input + input_rows.start(row);
     const T* g = grad + grad_rows.start(row);
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < PACKS; ++i) {
       const int column = seat.column(i);
       const bool inside = row < rows && column < n;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     ring.arrive();
 
     float total = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < PACKS; ++i) {
       const int column = seat.column(i);
       const Pack<T, VEC> x = ring.take(stage, 0, i, x_row + column, column < width);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     const float mean = row_reduce<Sum, OWNER>(total, seat.lanes, exchange, turn++) / n;
 
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of d = x - mean, of d * d, of g, of g * d
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < PACKS; ++i) {
       const int column = seat.column(i);
       one_at_a_time();

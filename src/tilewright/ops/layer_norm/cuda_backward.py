@@ -4,8 +4,8 @@ Persistent groups of lanes, teams of warps or clusters walk down the rows; the n
 through shared memory meanwhile. The gradients of weight and bias stay in registers over all rows of
 a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the same
 bits on every run. Limits: float32, float16, bfloat16; weight, bias and gradient of the input's
-dtype; 16,384 half or 8,192 float columns without clusters, 131,072 half or 65,536 float columns
-with them, 2,048 without 16-byte loads.
+dtype; 12,288 half or 6,144 float columns without clusters, 131,072 half or 65,536 float columns
+with them, 1,536 without 16-byte loads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
 SOURCE = nvrtc.Source.beside(__file__)
 
 STAGES = 2  # rows under way (H200, 2026-11)
-MOST = 512  # threads of a block
-CLUSTER_MOST = 256  # and of one in a cluster: more would leave too few registers
+MOST = 384  # threads of a block: 512 would leave too few registers
+CLUSTER_MOST = 256  # and of one in a cluster
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,14 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     if vec == 1:
         plan = cuda_rows.block(n, vec, 4, MOST)
         return Launch(plan, MOST, 1) if plan else None
-    alone = cuda_rows.teams(n, vec, 4, MOST)
-    plan = alone or cuda_rows.cluster(n, vec, 4, CLUSTER_MOST, CLUSTER_MOST, gpu)
-    plan = cuda_rows.fits(plan, gpu, 2 * STAGES + 1)
-    return Launch(plan, MOST if alone else CLUSTER_MOST, 1) if plan else None
+    held = 2 * STAGES + 1  # rows and weights
+    for most in (MOST, MOST // 2, MOST // 4):  # GPUs with less shared memory take smaller blocks
+        plan = cuda_rows.fits(cuda_rows.teams(n, vec, 4, most), gpu, held)
+        if plan:
+            return Launch(plan, MOST, 1)
+    plan = cuda_rows.cluster(n, vec, 4, CLUSTER_MOST, CLUSTER_MOST, gpu)
+    plan = cuda_rows.fits(plan, gpu, held)
+    return Launch(plan, CLUSTER_MOST, 1) if plan else None
 
 
 def refuses(gpu: Gpu, *tensors: torch.Tensor | None) -> str | None:

@@ -11,8 +11,10 @@ import torch
 
 def _normed(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(the normalised rows, 1 / deviation)."""
-    # a quotient: torch's mean on a GPU multiplies by 1 / n, and a constant row keeps a rest
-    centred = x - x.sum(-1, keepdim=True) / max(x.shape[-1], 1)
+    # A quotient of tensors: on a GPU torch's mean, and its quotient by a number, multiply by 1 / n,
+    # and a constant row would keep a rest.
+    total = x.sum(-1, keepdim=True)
+    centred = x - total / torch.full_like(total, x.shape[-1])
     rstd = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     return centred * rstd, rstd
 

@@ -46,10 +46,11 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
     if vec == 1:
         plan = cuda_rows.block(n, vec, 4, 512)
         return Launch(plan, 2, 512, 1) if plan else None
-    plan = cuda_rows.teams(n, vec, 2, 512)
-    stages = 2 if plan and plan.owner == "TEAM" else 3
-    if plan and cuda_rows.fits(plan, gpu, operands, stages):
-        return Launch(plan, stages, 512, 1)
+    for most in (512, 256, 128):  # GPUs with less shared memory take smaller blocks
+        plan = cuda_rows.teams(n, vec, 2, most)
+        stages = 2 if plan and plan.owner == "TEAM" else 3
+        if plan and cuda_rows.fits(plan, gpu, operands, stages):
+            return Launch(plan, stages, 512, 1)
     plan = cuda_rows.cluster(n, vec, 4, 256, 512, gpu)
     blocks = 2 if plan and plan.threads <= 256 else 1
     if plan and cuda_rows.fits(plan, gpu, operands, 2):

@@ -13,7 +13,9 @@ template <int VEC, int PACKS, Owner OWNER>
 __device__ __forceinline__ void write_partial(
     float* partial, float (&sums)[PACKS][VEC], const Seat<OWNER, VEC>& seat, int n, float* scratch) {
   constexpr int WIDE = VEC % 4 == 0 ? 4 : 1;
-  const int share = OWNER == GROUP ? WARP_SIZE : seat.lanes;
+  int share = OWNER == GROUP ? WARP_SIZE : seat.lanes;
+  // What follows from it is computed again: kept over the loop over rows, it would be spilled.
+  asm volatile("" : "+r"(share));
   const int owners = blockDim.x / share;
   partial += static_cast<long long>(OWNER == CLUSTER ? seat.row : blockIdx.x) * n;
   float* to = owners > 1 ? scratch + threadIdx.x / share * n : partial;
@@ -41,6 +43,7 @@ __device__ __forceinline__ void write_partial(
   __syncthreads();
   for (int column = threadIdx.x; column < n; column += blockDim.x) {
     float total = 0.0f;
+#pragma unroll 1
     for (int owner = 0; owner < owners; ++owner) total += scratch[owner * n + column];
     partial[column] = total;
   }

@@ -94,6 +94,7 @@ __device__ __forceinline__ void team_reduce(
   if (OWNER != CLUSTER && count <= 4) {  // fewer steps than a butterfly has
 #pragma unroll
     for (int k = 0; k < K; ++k) values[k] = warps[k][first];
+#pragma unroll 1
     for (int i = 1; i < count; ++i) {
 #pragma unroll
       for (int k = 0; k < K; ++k) values[k] = Op::join(values[k], warps[k][first + i]);
