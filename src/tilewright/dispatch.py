@@ -170,7 +170,10 @@ def refusal(
             f"{op.layout_argument} has shape {tuple(tensor.shape)}; its kernels number rows and "
             f"columns in 32 bits, up to {backend.max_size:,}"
         )
-    return backend.accepts(gpu, *args)
+    reason = backend.accepts(*args)
+    if reason is None and backend.limits is not None:
+        reason = load(backend.limits)(gpu, *args)
+    return reason
 
 
 def _longest(tensor: torch.Tensor) -> int:

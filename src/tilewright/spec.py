@@ -56,7 +56,9 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = FLOATS  # of the first tensor; None: any floating dtype
     min_sm: int = 75
     max_sm: int = 999
-    accepts: Callable[..., str | None] = accept_all  # (gpu, *args) -> None, or why not
+    accepts: Callable[..., str | None] = accept_all  # (*args) -> None, or why not
+    limits: str | None = None
+    """As `entry`, a name: (gpu, *args) -> None, or what this GPU's blocks cannot hold."""
     max_size: int = 2**31 - 2**16
     """The longest dim and the most rows it takes: kernels number both in 32 bits."""
     flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number

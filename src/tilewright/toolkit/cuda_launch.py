@@ -183,7 +183,7 @@ def _load(loaded: Any, shape: Shape, index: int, shared_limit: int) -> None:
             _raise(shape, error)
 
 
-def resident_blocks(loaded: Any, shape: Shape, index: int, shared_limit: int) -> int:
+def resident_blocks(loaded: Any, shape: Shape, index: int, shared_limit: int, sm_count: int) -> int:
     """How many blocks of this shape the whole GPU runs at a time: the grid of a persistent kernel.
 
     Clusters must ask: which SMs can share one is a property of the piece of silicon.
@@ -198,7 +198,7 @@ def resident_blocks(loaded: Any, shape: Shape, index: int, shared_limit: int) ->
         error, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             function, shape.block, shape.shared
         )
-        blocks *= torch.cuda.get_device_properties(index).multi_processor_count
+        blocks *= sm_count
     if error != driver.CUresult.CUDA_SUCCESS:
         _raise(shape, error)
     if not blocks:

@@ -273,7 +273,7 @@ def resident(
     if recording.active() is not None:
         return gpu.sm_count // cluster * cluster
     loaded, shared_limit = _built(source, shape, gpu, flags)
-    return resident_blocks(loaded, shape, device.index or 0, shared_limit)
+    return resident_blocks(loaded, shape, device.index or 0, shared_limit, gpu.sm_count)
 
 
 def _built(source: Source, shape: Shape, gpu: Gpu, flags: Flags) -> tuple[Any, int]:

@@ -49,11 +49,16 @@ def launch(n: int, vec: int, gpu: Gpu) -> tuple[Plan, bool] | None:
     return (plan, True) if plan else None
 
 
-def refuses(gpu: Gpu, *tensors: torch.Tensor | None) -> str | None:
-    """Why a row does not fit, or None: (input, weight, bias)."""
-    given = [t for t in tensors if t is not None]
-    n = given[0].shape[-1]
-    vec = _width(n, *given)
+def refuses(
+    gpu: Gpu,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *_: Any,
+) -> str | None:
+    """Why a row does not fit, or None."""
+    n = input.shape[-1]
+    vec = _width(n, *(t for t in (input, weight, bias) if t is not None))
     return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
 
 

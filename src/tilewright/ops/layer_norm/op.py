@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from tilewright import checks, library, norms
-from tilewright.dispatch import load
 from tilewright.errors import DTypeError, InputError
 from tilewright.ops.layer_norm import reference
 from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens, random_shape
@@ -109,21 +108,17 @@ def outputs_backward(
     return outputs(input), gradient(weight, weight_grad), gradient(bias, bias_grad)
 
 
-def one_dtype(gpu: Any, input: torch.Tensor, weight: Any, bias: Any, *_: Any) -> str | None:
+def one_dtype(input: torch.Tensor, weight: Any, bias: Any, *_: Any) -> str | None:
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.dtype != input.dtype:
             return f"{name} is {other.dtype} and input {input.dtype}; it takes one dtype for all"
-    return load(f"{HERE}.cuda_impl:refuses")(gpu, input, weight, bias)  # type: ignore[no-any-return]
+    return None
 
 
-def one_dtype_backward(
-    gpu: Any, grad: Any, input: Any, weight: Any, bias: Any, *_: Any
-) -> str | None:
-    for name, other in (("grad", grad), ("weight", weight), ("bias", bias)):
-        if other is not None and other.dtype != input.dtype:
-            return f"{name} is {other.dtype} and input {input.dtype}; it takes one dtype for all"
-    refuses = load(f"{HERE}.cuda_backward:refuses")
-    return refuses(gpu, grad, input, weight)  # type: ignore[no-any-return]
+def one_dtype_backward(grad: Any, input: Any, weight: Any, bias: Any, *_: Any) -> str | None:
+    if grad.dtype != input.dtype:
+        return f"grad is {grad.dtype} and input {input.dtype}; it takes one dtype for all"
+    return one_dtype(input, weight, bias)
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
@@ -391,7 +386,13 @@ BACKWARD = Op(
     outputs=outputs_backward,
     check=check_backward,
     backends=(
-        Backend("cuda", "cuda", f"{HERE}.cuda_backward:prepare", accepts=one_dtype_backward),
+        Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_backward_impl:prepare",
+            accepts=one_dtype_backward,
+            limits=f"{HERE}.cuda_backward_impl:refuses",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
         Backend("torch", "torch", f"{HERE}.reference:layer_norm_backward", dtypes=None),
     ),
@@ -407,7 +408,13 @@ OP = Op(
     outputs=outputs,
     check=check,
     backends=(
-        Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare", accepts=one_dtype),
+        Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare",
+            accepts=one_dtype,
+            limits=f"{HERE}.cuda_impl:refuses",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
         Backend("torch", "torch", f"{HERE}.reference:layer_norm", dtypes=None),
     ),

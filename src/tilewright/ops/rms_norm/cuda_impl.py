@@ -49,12 +49,22 @@ def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Plan | None:
     return cuda_rows.fits(next(filter(None, plans), None), gpu, operands, STAGES)
 
 
-def refuses(gpu: Gpu, input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
-    """Why a row does not fit, or None. `others` are read in the same loads."""
-    n = input.shape[-1]
-    vec = _width(n, input, *others)
-    plan = launch(n, vec, gpu, operands=2 if len(others) > 1 else 1)
-    return None if plan else cuda_rows.too_wide(n, vec, gpu)
+def refuses(gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:
+    """Why a row does not fit, or None."""
+    return _refuses(gpu, 1, input, weight)
+
+
+def refuses_add(
+    gpu: Gpu, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *_: Any
+) -> str | None:
+    return _refuses(gpu, 2, input, residual, weight)
+
+
+def _refuses(gpu: Gpu, operands: int, *tensors: torch.Tensor | None) -> str | None:
+    given = [t for t in tensors if t is not None]
+    n = given[0].shape[-1]
+    vec = _width(n, *given)
+    return None if launch(n, vec, gpu, operands=operands) else cuda_rows.too_wide(n, vec, gpu)
 
 
 def _width(n: int, *tensors: torch.Tensor | None) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from tilewright import checks, library, norms
-from tilewright.dispatch import load
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.rms_norm import reference
 from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens, random_shape
@@ -159,27 +158,22 @@ def outputs_backward(
     return dx, torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-def one_dtype(gpu: Any, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:
+def one_dtype(input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:
     if weight is not None and weight.dtype != input.dtype:
         return f"weight is {weight.dtype} and input {input.dtype}; it takes one dtype for both"
-    return load(f"{HERE}.cuda_impl:refuses")(gpu, input, weight)  # type: ignore[no-any-return]
+    return None
 
 
-def one_dtype_add(
-    gpu: Any, input: torch.Tensor, residual: torch.Tensor, weight: Any, *_: Any
-) -> str | None:
-    refuses = load(f"{HERE}.cuda_impl:refuses")
-    return one_dtype(gpu, input, weight) or refuses(gpu, input, residual, weight)
+def one_dtype_add(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> str | None:
+    return one_dtype(input, *rest)
 
 
 def one_dtype_backward(
-    gpu: Any, grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any
+    grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any
 ) -> str | None:
-    for name, other in (("grad", grad), ("weight", weight)):
-        if other is not None and other.dtype != input.dtype:
-            return f"{name} is {other.dtype} and input {input.dtype}; it takes one dtype for both"
-    refuses = load(f"{HERE}.cuda_backward:refuses")
-    return refuses(gpu, grad, grad_residual, input, weight)  # type: ignore[no-any-return]
+    if grad.dtype != input.dtype:
+        return f"grad is {grad.dtype} and input {input.dtype}; it takes one dtype for both"
+    return one_dtype(input, weight)
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
@@ -416,7 +410,13 @@ BACKWARD = Op(
     outputs=outputs_backward,
     check=check_backward,
     backends=(
-        Backend("cuda", "cuda", f"{HERE}.cuda_backward:prepare", accepts=one_dtype_backward),
+        Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_backward_impl:prepare",
+            accepts=one_dtype_backward,
+            limits=f"{HERE}.cuda_backward_impl:refuses",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
         Backend("torch", "torch", f"{HERE}.reference:rms_norm_backward", dtypes=None),
     ),
@@ -432,7 +432,13 @@ OP = Op(
     outputs=outputs,
     check=check,
     backends=(
-        Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare", accepts=one_dtype),
+        Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare",
+            accepts=one_dtype,
+            limits=f"{HERE}.cuda_impl:refuses",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
         Backend("torch", "torch", f"{HERE}.reference:rms_norm", dtypes=None),
     ),
@@ -459,7 +465,13 @@ ADD = Op(
     outputs=outputs_add,
     check=check_add,
     backends=(
-        Backend("cuda", "cuda", f"{HERE}.cuda_impl:prepare_add", accepts=one_dtype_add),
+        Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare_add",
+            accepts=one_dtype_add,
+            limits=f"{HERE}.cuda_impl:refuses_add",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_add"),
         Backend("torch", "torch", f"{HERE}.reference:add_rms_norm", dtypes=None),
     ),

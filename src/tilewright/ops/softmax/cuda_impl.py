@@ -68,14 +68,14 @@ def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Plan | None:
     return Plan(owner, vec, packs, threads, threads, blocks)
 
 
-def refuses(gpu: Gpu, input: torch.Tensor) -> str | None:
+def refuses(gpu: Gpu, input: torch.Tensor, *_: Any) -> str | None:
     """Why v2 does not hold a row, or None."""
     n = input.shape[-1]
     vec = _width(n, input)
     return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
 
 
-def refuses_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> str | None:
+def refuses_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, *_: Any) -> str | None:
     n = output.shape[-1]
     vec = _width(n, grad, output)
     return None if launch(n, vec, gpu, operands=2) else cuda_rows.too_wide(n, vec, gpu)

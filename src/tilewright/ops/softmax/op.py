@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tilewright import checks, library
-from tilewright.dispatch import load
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.softmax import reference
 from tilewright.shapes import EDGE_COLUMNS, SWEEP_COLUMNS, random_shape
@@ -88,24 +87,18 @@ def autocast(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Args:
     return input, dim, dtype or (None if input.dtype == torch.float64 else torch.float32)
 
 
-def last_dim_only(gpu: Any, input: torch.Tensor, dim: int, dtype: Any) -> str | None:
+def last_dim_only(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
     if dim % input.dim() != input.dim() - 1:
         return f"dim is {dim}; it reduces the last dim, {input.dim() - 1}, only"
     return None
 
 
-def holds_a_row(gpu: Any, input: torch.Tensor, dim: int, dtype: Any) -> str | None:
-    refuses = load(f"{HERE}.cuda_impl:refuses")
-    return last_dim_only(gpu, input, dim, dtype) or refuses(gpu, input)
-
-
-def holds_a_row_backward(
-    gpu: Any, grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: Any
+def last_dim_only_backward(
+    grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
 ) -> str | None:
     if grad.dtype != output.dtype:
         return f"grad is {grad.dtype} and output {output.dtype}; it takes one dtype for both"
-    refuses = load(f"{HERE}.cuda_impl:refuses_backward")
-    return last_dim_only(gpu, output, dim, dtype) or refuses(gpu, grad, output)
+    return last_dim_only(output, dim, dtype)
 
 
 def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.Generator) -> Args:
@@ -239,7 +232,8 @@ BACKWARD = Op(
             "cuda_v2",
             "cuda",
             f"{HERE}.cuda_impl:prepare_backward",
-            accepts=holds_a_row_backward,
+            accepts=last_dim_only_backward,
+            limits=f"{HERE}.cuda_impl:refuses_backward",
         ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
         Backend("torch", "torch", f"{HERE}.reference:softmax_backward", dtypes=None),
@@ -258,7 +252,13 @@ OP = Op(
     ),
     check=check,
     backends=(
-        Backend("cuda_v2", "cuda", f"{HERE}.cuda_impl:prepare_v2", accepts=holds_a_row),
+        Backend(
+            "cuda_v2",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare_v2",
+            accepts=last_dim_only,
+            limits=f"{HERE}.cuda_impl:refuses",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
         Backend("cuda_v1", "cuda", f"{HERE}.cuda_impl:prepare_v1", accepts=last_dim_only),
         Backend("torch", "torch", f"{HERE}.reference:softmax", dtypes=None),

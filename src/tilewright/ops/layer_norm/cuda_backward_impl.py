@@ -1,4 +1,4 @@
-"""The backward of LayerNorm in CUDA C++ (device code: cuda_backward.cu).
+"""The backward of LayerNorm in CUDA C++ (cuda_backward_impl.cu).
 
 Persistent groups of lanes, teams of warps or clusters walk down the rows; the next rows travel
 through shared memory meanwhile. The gradients of weight and bias stay in registers over all rows of
@@ -61,11 +61,12 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     return Launch(plan, CLUSTER_MOST, 1) if plan else None
 
 
-def refuses(gpu: Gpu, *tensors: torch.Tensor | None) -> str | None:
-    """Why a row does not fit, or None: (gradient, input, weight)."""
-    given = [t for t in tensors if t is not None]
-    n = given[0].shape[-1]
-    vec = _width(n, *given)
+def refuses(
+    gpu: Gpu, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, *_: Any
+) -> str | None:
+    """Why a row does not fit, or None."""
+    n = input.shape[-1]
+    vec = _width(n, *(t for t in (grad, input, weight) if t is not None))
     return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
 
 

@@ -1,4 +1,4 @@
-"""The backward of RMSNorm in CUDA C++, also after a residual add (device code: cuda_backward.cu).
+"""The backward of RMSNorm, also after a residual add, in CUDA C++ (cuda_backward_impl.cu).
 
 Persistent groups of lanes, teams of warps or clusters walk down the rows; the next rows travel
 through shared memory meanwhile. The weight's gradient stays in registers over all rows of a thread;
@@ -58,12 +58,18 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
     return None
 
 
-def refuses(gpu: Gpu, *tensors: torch.Tensor | None) -> str | None:
-    """Why a row does not fit, or None: (gradient, residual's gradient, input, weight)."""
-    given = [t for t in tensors if t is not None]
-    n = given[0].shape[-1]
-    vec = _width(n, *given)
-    found = launch(n, vec, gpu, operands=2 if tensors[1] is None else 3)
+def refuses(
+    gpu: Gpu,
+    grad: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    *_: Any,
+) -> str | None:
+    """Why a row does not fit, or None."""
+    n = input.shape[-1]
+    vec = _width(n, *(t for t in (grad, grad_residual, input, weight) if t is not None))
+    found = launch(n, vec, gpu, operands=2 if grad_residual is None else 3)
     return None if found else cuda_rows.too_wide(n, vec, gpu)
 
 
