@@ -100,6 +100,8 @@ def test_cuda_kernels_do_not_offer_tritons_interpreter() -> None:
         (SOFTMAX, (meta(2, 8, dtype=torch.float64), 1, None), "triton", "float64"),
         (SOFTMAX, (meta(2, 8, dtype=torch.float64), 1, None), "cuda_v1", "float16, bfloat16"),
         (SOFTMAX, (meta(2, 70_001), 1, None), "cuda_v2", "70001 columns"),
+        (SOFTMAX, (meta(2, 8), 1, torch.float64), "cuda_v2", "result is torch.float64"),
+        (SOFTMAX, (meta(2, 8), 1, torch.float64), "triton", "result is torch.float64"),
         (SOFTMAX, (meta(2, 8), 0, None), "cuda_v2", "dim is 0"),
         (SOFTMAX, (meta(2, 8), 0, None), "cuda_v1", "last dim, 1, only"),
         (NORM, (meta(2, 8), meta(8, dtype=torch.float32), 1e-6, 0.0, "torch"), "cuda", "one dtype"),
@@ -317,6 +319,14 @@ def test_a_backward_without_a_twin_of_the_forwards_backend_is_chosen_automatical
     with use_backend("cuda_v1"):
         choice = dispatch.choose(backward, call, gpu=gpu.pretend("h100"))
     assert (choice.backend.name, choice.asked_by) == ("cuda_v2", "automatic")
+
+
+def test_no_kernel_differentiates_a_float64_input() -> None:
+    """softmax(x64, dtype=float32): the gradient is float64 although grad and output are not."""
+    backward = SOFTMAX.autograd.op  # type: ignore[union-attr]
+    y = meta(2, 8, dtype=torch.float32)
+    choice = dispatch.choose(backward, (y, y, 1, torch.float64), gpu=gpu.pretend("h100"))
+    assert choice.backend.name == "torch"
 
 
 def test_a_backward_whose_twin_cannot_serve_is_chosen_automatically() -> None:

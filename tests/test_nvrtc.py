@@ -337,6 +337,14 @@ def test_clusters_hold_what_no_block_does_and_only_where_there_are_some() -> Non
     assert "element by element" in str(softmax.refuses(pretend_gpu(90), meta(4, 65_537)))
 
 
+@pytest.mark.parametrize("sm", [90, 120])
+def test_no_length_between_blocks_and_clusters_is_left_out(sm: int) -> None:
+    gpu = pretend_gpu(sm)
+    for n in range(8, 16_384, 8):
+        assert rms_norm_backward.launch(n, 8, gpu, operands=3), n
+        assert layer_norm_backward.launch(n, 8, gpu), n
+
+
 def meta(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 

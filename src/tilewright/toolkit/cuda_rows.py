@@ -73,7 +73,8 @@ def teams(n: int, vec: int, packs: int, most: int) -> Plan | None:
 
 def cluster(n: int, vec: int, packs: int, threads: int, most: int, gpu: Gpu) -> Plan | None:
     """The fewest blocks, about `threads` each and `most` at the worst, that hold a row together."""
-    blocks = min(power_of_two(ceil(n, vec * packs * threads)), largest_cluster(gpu))
+    wanted = max(2, power_of_two(ceil(n, vec * packs * threads)))
+    blocks = min(wanted, largest_cluster(gpu))
     each = WARP * ceil(n, vec * packs * WARP * blocks)
     if blocks < 2 or each > most:
         return None

@@ -5,7 +5,8 @@ through shared memory meanwhile. The gradients of weight and bias stay in regist
 a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the same
 bits on every run. Limits: float32, float16, bfloat16; weight, bias and gradient of the input's
 dtype; 12,288 half or 6,144 float columns without clusters, 131,072 half or 65,536 float columns
-with them, 1,536 without 16-byte loads.
+with them, 1,536 without 16-byte loads; fewer where a block has less shared memory than an
+H100 gives it.
 """
 
 from __future__ import annotations

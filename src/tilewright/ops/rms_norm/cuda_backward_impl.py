@@ -5,7 +5,7 @@ through shared memory meanwhile. The weight's gradient stays in registers over a
 a second kernel adds the blocks' partials in a fixed order, so the result has the same bits on every
 run. Limits: float32, float16, bfloat16; weight and gradient of the input's dtype; 8,192 half or
 4,096 float columns without clusters, 262,144 half or 131,072 float columns with them, 2,048 without
-16-byte loads.
+16-byte loads; fewer where a block has less shared memory than an H100 gives it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """RMSNorm and RMSNorm of a residual sum in CUDA C++ (device code: cuda_impl.cu).
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
-and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns, are held
-in the shared memory of a persistent cluster of blocks (SM 90), while the next rows travel there.
-Limits: float32, float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or
-8,192 float columns, 4,096 without 16-byte loads; at most seven binaries per dtype and form.
+and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (131,072
+floats with a residual), are held in the shared memory of a persistent cluster of blocks (SM 90),
+while the next rows travel there; fewer fit where a block has less shared memory. Limits: float32,
+float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or 8,192 float
+columns, 4,096 without 16-byte loads; at most seven binaries per dtype and form.
 """
 
 from __future__ import annotations

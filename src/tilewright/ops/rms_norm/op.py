@@ -135,8 +135,10 @@ def check_add(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> None:
 def check_backward(
     grad: torch.Tensor, grad_residual: torch.Tensor | None, input: torch.Tensor, *rest: Any
 ) -> None:
-    checks.same_shape("rms_norm_backward", "grad", grad, input.shape, "the input's")
-    checks.same_device("rms_norm_backward", "grad", grad, "input", input)
+    for name, value in (("grad", grad), ("grad_residual", grad_residual)):
+        if value is not None:
+            checks.same_shape("rms_norm_backward", name, value, input.shape, "the input's")
+            checks.same_device("rms_norm_backward", name, value, "input", input)
 
 
 def outputs(input: torch.Tensor, weight: Any, eps: float, offset: float, casting: str) -> Any:
@@ -171,8 +173,9 @@ def one_dtype_add(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> st
 def one_dtype_backward(
     grad: Any, grad_residual: Any, input: Any, weight: Any, *_: Any
 ) -> str | None:
-    if grad.dtype != input.dtype:
-        return f"grad is {grad.dtype} and input {input.dtype}; it takes one dtype for both"
+    for name, value in (("grad", grad), ("grad_residual", grad_residual)):
+        if value is not None and value.dtype != input.dtype:
+            return f"{name} is {value.dtype} and input {input.dtype}; it takes one dtype for both"
     return one_dtype(input, weight)
 
 

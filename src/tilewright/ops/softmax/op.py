@@ -14,6 +14,7 @@ from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.softmax import reference
 from tilewright.shapes import EDGE_COLUMNS, SWEEP_COLUMNS, random_shape
 from tilewright.spec import (
+    FLOATS,
     Args,
     Autograd,
     Backend,
@@ -90,6 +91,14 @@ def autocast(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Args:
 def last_dim_only(input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
     if dim % input.dim() != input.dim() - 1:
         return f"dim is {dim}; it reduces the last dim, {input.dim() - 1}, only"
+    return kernel_result(input, dim, dtype)
+
+
+def kernel_result(*args: Any) -> str | None:
+    """Kernels write what they read: float64 is torch's. The last argument is the result's dtype."""
+    dtype = args[-1]
+    if dtype is not None and dtype not in FLOATS:
+        return f"the result is {dtype}; it takes float32, float16 and bfloat16"
     return None
 
 
@@ -235,7 +244,7 @@ BACKWARD = Op(
             accepts=last_dim_only_backward,
             limits=f"{HERE}.cuda_impl:refuses_backward",
         ),
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward"),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare_backward", accepts=kernel_result),
         Backend("torch", "torch", f"{HERE}.reference:softmax_backward", dtypes=None),
     ),
     tolerance=tolerance_backward,
@@ -259,7 +268,7 @@ OP = Op(
             accepts=last_dim_only,
             limits=f"{HERE}.cuda_impl:refuses",
         ),
-        Backend("triton", "triton", f"{HERE}.triton_impl:prepare"),
+        Backend("triton", "triton", f"{HERE}.triton_impl:prepare", accepts=kernel_result),
         Backend("cuda_v1", "cuda", f"{HERE}.cuda_impl:prepare_v1", accepts=last_dim_only),
         Backend("torch", "torch", f"{HERE}.reference:softmax", dtypes=None),
     ),
