@@ -552,8 +552,8 @@ def test_a_tool_that_fails_is_told_not_raised(
 
 
 def test_a_backend_that_refuses_is_told_before_the_tool_starts(pretended: None) -> None:
-    wide = Request("softmax", {"shape": (2, 65_536)}, backend="cuda_v2")
-    with pytest.raises(UnsupportedError, match="in registers"):
+    wide = Request("softmax", {"shape": (2, 65_537)}, backend="cuda_v2")
+    with pytest.raises(UnsupportedError, match="blocks hold"):
         profiling.profile(wide)
 
 
