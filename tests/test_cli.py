@@ -50,7 +50,7 @@ def test_list_names_every_op_and_backend() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     rows = {row["op"]: row for row in strict_json(done.stdout)}
     assert list(rows) == list(registry())
-    assert rows["softmax"]["forward"] == ["triton", "cuda_v2", "cuda_v1", "torch"]
+    assert rows["softmax"]["forward"] == ["cuda_v2", "triton", "cuda_v1", "torch"]
     assert rows["relu"]["backward"] == ["triton", "torch"]
 
 
@@ -259,8 +259,9 @@ def test_doctor_shows_what_each_op_runs_on_a_t4() -> None:
     done = run("doctor", "--arch", "t4", "--json", "-")
     assert done.returncode == 0
     rows = {row["what"]: row["detail"] for row in strict_json(done.stdout)}
-    for op in registry():
-        assert rows[f"op {op}"] == "triton for float32, float16, bfloat16"
+    for name, op in registry().items():
+        first = op.backends[0] if op.backends[0].min_sm <= 75 else op.backends[-1]
+        assert rows[f"op {name}"] == f"{first.name} for float32, float16, bfloat16"
 
 
 def test_a_fault_is_exit_code_1() -> None:
@@ -357,7 +358,7 @@ def test_doctor_knows_the_gpu(with_h100: None) -> None:
     found = findings()
     assert "SM 90" in found["GPU"][0].detail
     assert "3.35 TB/s" in found["GPU"][0].detail
-    assert found["op rms_norm"][0].detail.startswith("triton for")
+    assert found["op rms_norm"][0].detail.startswith("cuda for")
 
 
 def test_doctor_reports_the_interpreter_on_a_gpu(
