@@ -86,9 +86,9 @@ def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.
     x = normal(shape, rng) * dims.get("scale", 1.0)
     if bad is not None:  # in the middle row: its number, or a whole row of zeros
         x[len(x) // 2, slice(None) if bad == 0 else shape[-1] // 2] = bad
-    weight = None
+    kind, weight = dims.get("weight_dtype") or dtype, None
     if dims.get("weight", True):
-        weight = normal(shape[-1:], rng).to(dims.get("weight_dtype") or dtype).to(device)
+        weight = normal(shape[-1:], rng).to(kind).to(device)
     options = dims.get("format", "e4m3"), dims.get("scaling", "row")
     return x.to(dtype).to(device), weight, dims.get("eps", 1e-6), dims.get("offset", 0.0), *options
 
