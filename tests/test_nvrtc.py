@@ -820,6 +820,17 @@ def test_how_many_blocks_run_at_a_time_is_asked(
         nvrtc.resident(source, "scale<float, 3>", cluster=cluster, **given)
 
 
+def test_a_persistent_kernel_gets_no_more_blocks_than_run_at_a_time(
+    source: nvrtc.Source, driver: FakeDriver
+) -> None:
+    a = torch.empty(3)
+    for blocks, launched in ((8, 8), (4000, 120)):  # the fake GPU holds 30 clusters of 4
+        bind_tiny(source, grid=(blocks, 1, 1), cluster=4, persistent=True)(a, a)
+        assert driver.launches.pop()[1] == launched
+    bind_tiny(source, grid=(4000, 1, 1), cluster=4)(a, a)
+    assert driver.launches.pop()[1] == 4000
+
+
 @needs_nvrtc
 def test_cluster_launches_say_so() -> None:
     shape = cuda_launch.Shape("k", (8, 1, 1), 64, 0, 4)

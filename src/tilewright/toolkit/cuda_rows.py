@@ -33,6 +33,13 @@ class Plan:
         """Rows that a block owns at a time."""
         return self.threads // self.lanes
 
+    @property
+    def compiled_for(self) -> int:
+        """Threads that the binary of a row in registers allows: one serves all smaller blocks."""
+        if self.owner == "GROUP":
+            return GROUP_THREADS
+        return 512 if self.threads <= 512 else 1024
+
     def grid(self, count: int) -> int:
         """Blocks of a grid that owns all of `count` rows at once."""
         return ceil(count, self.rows) * self.cluster

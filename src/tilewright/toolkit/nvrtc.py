@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,6 +229,7 @@ def bind(
     gpu: Gpu,
     shared: int = 0,
     cluster: int = 1,
+    persistent: bool = False,
     flags: Flags = (),
     makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
@@ -238,7 +239,7 @@ def bind(
     output that does not exist yet), then `scalars`: ctypes instances, structs included. `run` takes
     the tensors in that order and launches on the current stream of their device. With `makes`, an
     allocator, `run` takes the tensors after the first, makes that one and returns it; what follows
-    the tensors in a call is ignored.
+    the tensors in a call is ignored. A `persistent` kernel gets no more blocks than run at a time.
     """
     shape = Shape(kernel, grid, block, shared, cluster)
     _check(shape, gpu)
@@ -250,6 +251,9 @@ def bind(
         return recording.not_launchable
     index = next(t.get_device() for t in tensors if isinstance(t, torch.Tensor))
     loaded, shared_limit = _built(source, shape, gpu, flags)
+    if persistent:
+        most = resident_blocks(loaded, shape, index, shared_limit, gpu.sm_count)
+        shape = replace(shape, grid=(min(grid[0], most), *grid[1:]))
     return make_run(loaded, shape, tensors, scalars, index, shared_limit, makes)
 
 

@@ -76,6 +76,12 @@ def vector_width(n: int, *operands: tuple[torch.Tensor, Rows | None]) -> int:
     return vec if n % vec == 0 else 1
 
 
+def common_width(n: int, *tensors: torch.Tensor | None) -> int:
+    """`vector_width` of rows of n columns of all these tensors; those that are None have no say."""
+    given = (t for t in tensors if t is not None)
+    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in given))
+
+
 def on_rows(prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
     """A `prepare` whose tensors are all rows: those that are not are copied first, on each call."""
 

@@ -20,7 +20,7 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
 from tilewright.toolkit.cuda_rows import Plan
-from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
+from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
@@ -58,12 +58,8 @@ def refuses(
 ) -> str | None:
     """Why a row does not fit, or None."""
     n = input.shape[-1]
-    vec = _width(n, *(t for t in (input, weight, bias) if t is not None))
+    vec = common_width(n, input, weight, bias)
     return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
-
-
-def _width(n: int, *tensors: torch.Tensor) -> int:
-    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in tensors))
 
 
 @on_rows
@@ -76,37 +72,27 @@ def _forward(
 ) -> Callable[..., torch.Tensor]:
     view = rows(input)
     n, count, kind = view.n, view.count, TYPE_NAMES[input.dtype]
-    found = launch(n, _width(n, *(t for t in (input, weight, bias) if t is not None)), gpu)
+    found = launch(n, common_width(n, input, weight, bias), gpu)
     assert found is not None  # `refuses` was asked
     plan, is_wide = found
     sizes: list[Any] = [ctypes.c_uint32(count), ctypes.c_int32(n)]
-    grid, shared = plan.grid(count), 0
+    shared = 0
+    parameters: tuple[str | int, ...]
     if is_wide:
         parameters = (plan.packs, plan.owner, STAGES, WIDE_THREADS, 1)
         kernel = instance("layer_norm_wide", kind, plan.vec, *parameters)
         shared = plan.shared(1, STAGES)
-        room = nvrtc.resident(
-            SOURCE,
-            kernel,
-            block=plan.threads,
-            gpu=gpu,
-            device=input.device,
-            shared=shared,
-            cluster=plan.cluster,
-        )
-        grid = min(room, grid)
     else:
-        # one binary serves all blocks up to its own size
-        most = next(cap for cap in (128, 512, 1024) if plan.threads <= cap)
-        most = most if plan.owner == "GROUP" else max(most, 512)
-        kernel = instance("layer_norm_rows", kind, plan.vec, plan.packs, plan.owner, most)
+        parameters = (plan.packs, plan.owner, plan.compiled_for)
+        kernel = instance("layer_norm_rows", kind, plan.vec, *parameters)
         sizes.append(ctypes.c_int32(plan.lanes))
     return nvrtc.bind(
         SOURCE,
         kernel,
-        grid=(grid, 1, 1),
+        grid=(plan.grid(count), 1, 1),
         block=plan.threads,
         cluster=plan.cluster,
+        persistent=is_wide,
         shared=shared,
         tensors=[input.dtype, input, weight, bias],
         scalars=[rows_argument(view), *sizes, ctypes.c_float(eps)],

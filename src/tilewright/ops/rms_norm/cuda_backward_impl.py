@@ -21,7 +21,7 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_partials, cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
 from tilewright.toolkit.cuda_rows import Plan
-from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
+from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
@@ -68,13 +68,9 @@ def refuses(
 ) -> str | None:
     """Why a row does not fit, or None."""
     n = input.shape[-1]
-    vec = _width(n, *(t for t in (grad, grad_residual, input, weight) if t is not None))
+    vec = common_width(n, grad, grad_residual, input, weight)
     found = launch(n, vec, gpu, operands=2 if grad_residual is None else 3)
     return None if found else cuda_rows.too_wide(n, vec, gpu)
-
-
-def _width(n: int, *tensors: torch.Tensor) -> int:
-    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in tensors))
 
 
 @on_rows
@@ -91,7 +87,7 @@ def _backward(
     dtype, device = input.dtype, input.device
     view = rows(input)
     n, operands = view.n, 2 if grad_residual is None else 3
-    vec = _width(n, *(t for t in (grad, grad_residual, input, weight) if t is not None))
+    vec = common_width(n, grad, grad_residual, input, weight)
     choice = launch(n, vec, gpu, operands=operands)
     assert choice is not None  # `refuses` was asked
     plan = choice.plan

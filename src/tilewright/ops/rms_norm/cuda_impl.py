@@ -21,7 +21,7 @@ from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
 from tilewright.toolkit.cuda_launch import Run
 from tilewright.toolkit.cuda_rows import Plan
-from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
+from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
@@ -62,15 +62,10 @@ def refuses_add(
 
 
 def _refuses(gpu: Gpu, operands: int, *tensors: torch.Tensor | None) -> str | None:
-    given = [t for t in tensors if t is not None]
-    n = given[0].shape[-1]
-    vec = _width(n, *given)
+    assert tensors[0] is not None
+    n = tensors[0].shape[-1]
+    vec = common_width(n, *tensors)
     return None if launch(n, vec, gpu, operands=operands) else cuda_rows.too_wide(n, vec, gpu)
-
-
-def _width(n: int, *tensors: torch.Tensor | None) -> int:
-    given = [t for t in tensors if t is not None]
-    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in given))
 
 
 class Options(ctypes.Structure):
@@ -93,42 +88,28 @@ def _bind(
 ) -> Run:
     """Bind `name`_rows or `name`_wide."""
     sizes: list[Any] = [ctypes.c_uint32(count), ctypes.c_int32(n)]
-    kind, grid, shared = TYPE_NAMES[input.dtype], plan.grid(count), 0
-    if plan.owner == "CLUSTER":
-        parameters = (plan.packs, plan.owner, STAGES, WIDE_THREADS, 1)
+    kind, wide, shared = TYPE_NAMES[input.dtype], plan.owner == "CLUSTER", 0
+    if wide:
+        parameters: tuple[str | int, ...] = (plan.packs, plan.owner, STAGES, WIDE_THREADS, 1)
         kernel = instance(f"{name}_wide", kind, plan.vec, *parameters)
         shared = plan.shared(len(layouts), STAGES)
-        room = nvrtc.resident(
-            SOURCE,
-            kernel,
-            block=plan.threads,
-            gpu=gpu,
-            device=input.device,
-            shared=shared,
-            cluster=plan.cluster,
-        )
-        grid = min(room, grid)
     else:
-        most = cuda_rows.GROUP_THREADS if plan.owner == "GROUP" else max(512, plan.threads)
-        kernel = instance(f"{name}_rows", kind, plan.vec, plan.packs, plan.owner, _cap(most))
+        parameters = (plan.packs, plan.owner, plan.compiled_for)
+        kernel = instance(f"{name}_rows", kind, plan.vec, *parameters)
         sizes.append(ctypes.c_int32(plan.lanes))
     return nvrtc.bind(
         SOURCE,
         kernel,
-        grid=(grid, 1, 1),
+        grid=(plan.grid(count), 1, 1),
         block=plan.threads,
         cluster=plan.cluster,
+        persistent=wide,
         shared=shared,
         tensors=tensors,
         scalars=[*map(rows_argument, layouts), *sizes, options],
         gpu=gpu,
         makes=makes,
     )
-
-
-def _cap(threads: int) -> int:
-    """What a binary is compiled for: one serves all smaller blocks."""
-    return next(cap for cap in (128, 512, 1024) if threads <= cap)
 
 
 def _planned(plan: Plan | None) -> Plan:
@@ -141,7 +122,7 @@ def _forward(
     gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, options: Options
 ) -> Callable[..., torch.Tensor]:
     view = rows(input)
-    plan = _planned(launch(view.n, _width(view.n, input, weight), gpu))
+    plan = _planned(launch(view.n, common_width(view.n, input, weight), gpu))
     new_out = memory.contiguous(input.shape, input.dtype, input.device)
     tensors: Tensors = [input.dtype, input, weight]
     return _bind(
@@ -160,7 +141,7 @@ def _add(
     dtype = input.dtype
     new = memory.contiguous(input.shape, dtype, input.device)
     view = rows(input)
-    vec = _width(view.n, input, residual, weight)
+    vec = common_width(view.n, input, residual, weight)
     plan = _planned(launch(view.n, vec, gpu, operands=2))
     tensors: Tensors = [dtype, dtype, input, residual, weight]
     layouts = [view, rows(residual)]

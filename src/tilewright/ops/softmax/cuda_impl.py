@@ -21,7 +21,7 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
 from tilewright.toolkit.cuda_rows import Plan
-from tilewright.toolkit.rows import on_rows, rows, rows_of, vector_width
+from tilewright.toolkit.rows import common_width, on_rows, rows, vector_width
 
 SOURCE = nvrtc.Source.beside(__file__)
 
@@ -71,19 +71,14 @@ def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Plan | None:
 def refuses(gpu: Gpu, input: torch.Tensor, *_: Any) -> str | None:
     """Why v2 does not hold a row, or None."""
     n = input.shape[-1]
-    vec = _width(n, input)
+    vec = common_width(n, input)
     return None if launch(n, vec, gpu) else cuda_rows.too_wide(n, vec, gpu)
 
 
 def refuses_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, *_: Any) -> str | None:
     n = output.shape[-1]
-    vec = _width(n, grad, output)
+    vec = common_width(n, grad, output)
     return None if launch(n, vec, gpu, operands=2) else cuda_rows.too_wide(n, vec, gpu)
-
-
-def _width(n: int, *tensors: torch.Tensor) -> int:
-    """Elements per load; wider results take several stores."""
-    return vector_width(n, *((t, rows_of(t.shape, t.stride())) for t in tensors))
 
 
 def _bind(
@@ -105,9 +100,9 @@ def _bind(
         sizes: list[Any] = [n, ctypes.c_int32(plan.packs)]
         shared = plan.shared(len(inputs))
     else:
-        # one binary serves all blocks up to its own size
-        most = 128 if plan.owner == "GROUP" else 512 if plan.threads <= 512 else 1024
-        kernel = instance(names[0], *types, plan.vec, plan.packs, plan.owner, most)
+        # results wider than what is loaded take several stores
+        shape = (plan.vec, plan.packs, plan.owner, plan.compiled_for)
+        kernel = instance(names[0], *types, *shape)
         sizes = [ctypes.c_uint32(view.count), n, ctypes.c_int32(plan.lanes)]
     return nvrtc.bind(
         SOURCE,
@@ -142,7 +137,7 @@ def _v1(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., torch.
 @on_rows
 def _v2(gpu: Gpu, input: torch.Tensor, out: torch.dtype) -> Callable[..., torch.Tensor]:
     n = input.shape[-1]
-    found = launch(n, _width(n, input), gpu)
+    found = launch(n, common_width(n, input), gpu)
     return _bind(("softmax_v2", "softmax_v2_wide"), found, out, [input], gpu)
 
 
@@ -151,7 +146,7 @@ def _backward(
     gpu: Gpu, grad: torch.Tensor, output: torch.Tensor, out: torch.dtype
 ) -> Callable[..., torch.Tensor]:
     n = output.shape[-1]
-    found = launch(n, _width(n, grad, output), gpu, operands=2)
+    found = launch(n, common_width(n, grad, output), gpu, operands=2)
     names = ("softmax_backward_rows", "softmax_backward_wide")
     return _bind(names, found, out, [grad, output], gpu)
 
