@@ -18,7 +18,7 @@ import tilewright
 SRC = Path(tilewright.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 
-LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "fp8"]
+LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "fp8", "fp8_norms"]
 BELOW_OPS = [*LEAVES, "dispatch", "library"]
 READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
 
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "checks": ["errors"],
     "norms": ["errors", "checks"],
     "fp8": ["errors"],
+    "fp8_norms": ["errors", "spec", "shapes", "fp8"],
     "quant": ["errors"],
     "dims": ["errors", "spec"],
     "toolkit": [],
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     ],  # a poisoned call makes no plan
     "ops": ["spec"],
     "ops.*.op": [
-        *("errors", "spec", "shapes", "checks", "norms", "fp8"),
+        *("errors", "spec", "shapes", "checks", "norms", "fp8", "fp8_norms"),
         *("library", "{here}", "{here}.reference"),
     ],
     "ops.*.reference": ["ops.*.reference", "fp8"],
