@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "quant": ["errors"],
     "dims": ["errors", "spec"],
     "toolkit": [],
+    "toolkit.*fp8*": ["errors", "gpu", "fp8", "toolkit", "toolkit.*"],
     "toolkit.*": ["errors", "gpu", "toolkit", "toolkit.*"],
     "dispatch": ["errors", "gpu", "spec"],
     "library": [

@@ -825,7 +825,7 @@ def test_a_persistent_kernel_gets_no_more_blocks_than_run_at_a_time(
 ) -> None:
     a = torch.empty(3)
     for blocks, launched in ((8, 8), (4000, 120)):  # the fake GPU holds 30 clusters of 4
-        bind_tiny(source, grid=(blocks, 1, 1), cluster=4, persistent=True)(a, a)
+        bind_tiny(source, grid=(blocks, 1, 1), cluster=4, waves=1)(a, a)
         assert driver.launches.pop()[1] == launched
     bind_tiny(source, grid=(4000, 1, 1), cluster=4)(a, a)
     assert driver.launches.pop()[1] == 4000

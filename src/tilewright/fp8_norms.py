@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -51,6 +52,14 @@ CASES = (
         for n in SWEEP_COLUMNS
     ),
 )
+
+
+def one_dtype(input: torch.Tensor, *rest: Any) -> str | None:
+    """Why a kernel of a single dtype cannot serve a norm's arguments, or None."""
+    for name, other in zip(("weight", "bias"), rest, strict=False):
+        if isinstance(other, torch.Tensor) and other.dtype != input.dtype:
+            return f"{name} is {other.dtype} and input {input.dtype}; it takes one dtype for all"
+    return None
 
 
 def ones(device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ WARP = 32
 GROUP_THREADS = 128  # of a block whose rows belong to groups of lanes
 MAX_CLUSTER = 16  # blocks; more than 8 only where PORTABLE_CLUSTER is not the limit
 PORTABLE_CLUSTER = 8
-STATIC_SHARED = 2048  # what the kernels' own exchange takes, rounded up
+STATIC_SHARED = 4096  # what the kernels' own exchange takes, rounded up
 PACK_BYTES = 16
 
 
@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def compiled_for(self) -> int:
-        """Threads that the binary of a row in registers allows: one serves all smaller blocks."""
+        """Threads that a binary allows which leaves its registers to the compiler."""
         if self.owner == "GROUP":
             return GROUP_THREADS
         return 512 if self.threads <= 512 else 1024
@@ -47,6 +47,38 @@ class Plan:
     def shared(self, operands: int, stages: int = 1) -> int:
         """Bytes of shared memory that hold the packs of a block."""
         return stages * operands * self.packs * self.threads * PACK_BYTES
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A plan, and the binary that serves it."""
+
+    plan: Plan
+    threads: int  # that a block may have
+    blocks: int  # that an SM shall have registers for
+    stages: int = 0  # sets of rows under way in a kernel that walks; 0: it does not
+    at_once: int = 0  # rows in a set, reduced together; 0: one, and the kernel knows no other
+    waves: int = 1  # how often the grid of a kernel that walks fills the GPU
+
+    @property
+    def template(self) -> tuple[str | int, ...]:
+        """The parameters of the kernel's template, after type and width."""
+        walk = [number for number in (self.at_once, self.stages) if number]
+        return (self.plan.packs, self.plan.owner, *walk, self.threads, self.blocks)
+
+    def grid(self, count: int) -> int:
+        """Blocks of a grid that owns all of `count` rows at once."""
+        return self.plan.grid(ceil(count, self.at_once or 1))
+
+    def shared(self, operands: int) -> int:
+        """Bytes of the rows under way; none where a kernel reads element by element."""
+        travels = self.plan.vec > 1
+        return self.plan.shared(operands * (self.at_once or 1), self.stages) if travels else 0
+
+    def fits(self, gpu: Gpu, operands: int, held: int = 0) -> bool:
+        """Whether a block of this GPU has the shared memory for it, and for `held` rows besides."""
+        room = gpu.shared_per_block - STATIC_SHARED
+        return self.shared(operands) + self.plan.shared(held) <= room
 
 
 def ceil(total: int, each: int) -> int:

@@ -204,8 +204,9 @@ def nvrtc_version() -> str:
 def unavailable() -> str | None:
     """What CUDA C++ lacks on this machine and the command that brings it, or None."""
     try:
-        import cuda.bindings.nvrtc
-        import cuda.core  # noqa: F401
+        import cuda.bindings.nvrtc  # noqa: F401
+
+        _cuda_core()
     except ImportError as error:
         return f"CUDA C++ kernels need cuda-core and cuda-bindings ({error}): {WHEELS}"
     try:
@@ -229,7 +230,7 @@ def bind(
     gpu: Gpu,
     shared: int = 0,
     cluster: int = 1,
-    persistent: bool = False,
+    waves: int = 0,
     flags: Flags = (),
     makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
@@ -239,7 +240,8 @@ def bind(
     output that does not exist yet), then `scalars`: ctypes instances, structs included. `run` takes
     the tensors in that order and launches on the current stream of their device. With `makes`, an
     allocator, `run` takes the tensors after the first, makes that one and returns it; what follows
-    the tensors in a call is ignored. A `persistent` kernel gets no more blocks than run at a time.
+    the tensors in a call is ignored. A kernel that walks over its work gets no more blocks than
+    run at a time, `waves` times.
     """
     shape = Shape(kernel, grid, block, shared, cluster)
     _check(shape, gpu)
@@ -251,8 +253,8 @@ def bind(
         return recording.not_launchable
     index = next(t.get_device() for t in tensors if isinstance(t, torch.Tensor))
     loaded, shared_limit = _built(source, shape, gpu, flags)
-    if persistent:
-        most = resident_blocks(loaded, shape, index, shared_limit, gpu.sm_count)
+    if waves:
+        most = waves * resident_blocks(loaded, shape, index, shared_limit, gpu.sm_count)
         shape = replace(shape, grid=(min(grid[0], most), *grid[1:]))
     return make_run(loaded, shape, tensors, scalars, index, shared_limit, makes)
 

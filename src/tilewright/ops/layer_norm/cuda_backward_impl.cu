@@ -1,16 +1,18 @@
 // The backward of LayerNorm.
 //
-// Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows. The next rows
-// travel through a ring while one is reduced; each thread owns the same columns of every row, so
-// the gradients of weight and bias stay in its registers until the end. The mean is taken
-// out before the squares are summed, and once more what its own rounding left behind, so a mean far
-// above the deviation costs no digits. Bytes per element of T: 2 read, 1 written, and once per block
+// Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows, AT_ONCE at a
+// time. The next rows travel through a ring while these are reduced, and rows that are reduced
+// together share barriers and shuffles; each thread owns the same columns of every row, so the
+// gradients of weight and bias stay in its registers until the end. Moments are taken around the
+// first element, and again around the mean where that would cost digits (moments.cuh). Bytes per element of T: 2 read, 1 written, and once per block
 // or cluster two rows of float partials.
 //
 // With g = grad * weight and xhat = (x - mean) * rstd:
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); the weight's gradient is the sum over rows of
 // grad * xhat, the bias' that of grad.
 
+#include "tilewright/held.cuh"
+#include "tilewright/moments.cuh"
 #include "tilewright/partials.cuh"
 #include "tilewright/reduce.cuh"
 #include "tilewright/ring.cuh"
@@ -19,111 +21,140 @@
 
 using namespace tilewright;
 
-template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
     const T* __restrict__ input, const T* __restrict__ weight, Rows grad_rows, Rows input_rows,
     unsigned rows, int n, int group, float eps) {
+  constexpr int G = AT_ONCE;  // operands of the ring, after the rows of x
   extern __shared__ Line memory[];
-  __shared__ Exchange exchange;
+  __shared__ Exchange<4 * AT_ONCE> exchange;
   open<OWNER>(exchange);
   const Seat<OWNER, VEC> seat(group, PACKS);
-  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, 2};
+  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, 2 * AT_ONCE};
 
-  const auto ask = [&](unsigned row, int stage) {
-    const T* x = input + input_rows.start(row);
-    const T* g = grad + grad_rows.start(row);
-#pragma unroll 2
-    for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      const bool inside = row < rows && column < n;
-      ring.ask(stage, 0, i, x + column, inside);
-      ring.ask(stage, 1, i, g + column, inside);
+  const auto ask = [&](unsigned first, int stage) {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const T* x = input + input_rows.start(first + r) + seat.first;
+      const T* g = grad + grad_rows.start(first + r) + seat.first;
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int at = i * seat.stride();
+        const bool inside = first + r < rows && seat.column(i) < n;
+        ring.ask(stage, r, i, x + at, inside);
+        ring.ask(stage, G + r, i, g + at, inside);
+      }
     }
     ring.sent();
   };
+  const unsigned step = seat.step * AT_ONCE;
+  unsigned first = seat.row * AT_ONCE;
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) ask(seat.row + s * seat.step, s);
+  for (int s = 0; s < STAGES; ++s) ask(first + s * step, s);
 
   // Registers are full of gradients: each thread keeps its part of the weight behind the ring.
-  T* weights = reinterpret_cast<T*>(ring.end()) + threadIdx.x * VEC;
-  const auto weight_of = [&](int i) { return weights + i * blockDim.x * VEC; };
-  float dw[PACKS][VEC], db[PACKS][VEC];
+  const Held<T, VEC> kept{ring.end(), PACKS};
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    store<VEC>(weight_of(i), weight && column < n ? load<VEC>(weight + column)
-                                                  : filled<T, VEC>(1.0f));
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) dw[i][j] = db[i][j] = 0.0f;
+    const bool there = weight && seat.column(i) < n;
+    kept.put(0, i, there ? load<VEC>(weight + seat.column(i)) : filled<T, VEC>(1.0f));
   }
+  float dw[PACKS][VEC] = {}, db[PACKS][VEC] = {};
   const float inverse = 1.0f / n;
+  float centre[AT_ONCE];  // at first of a row its first element, which is asked for a set ahead
+#pragma unroll
+  for (int r = 0; r < AT_ONCE; ++r) centre[r] = first_of(input, input_rows, first + r, rows);
   if (OWNER == CLUSTER) cluster_wait();
 
   int stage = 0;
   unsigned turn = 0;
-  for (unsigned row = seat.row; seat.first_of_warp(row) < rows; row += seat.step) {
-    const bool real = OWNER != GROUP || row < rows;  // groups of a warp end together
-    const int width = real ? n : 0;
-    const T* x_row = input + input_rows.start(row);
-    const T* g_row = grad + grad_rows.start(row);
+  for (; seat.leader(first, AT_ONCE) < rows; first += step) {
+    constexpr bool ALWAYS = Seat<OWNER, VEC>::ENDS_ALONE && AT_ONCE == 1;
+    const auto real = [&](int r) { return ALWAYS || first + r < rows; };
+    const auto take = [&](int operand, int r, int i, const T* from, const Rows& at) {
+      from += at.start(first + r) + seat.column(i);  // read only where loads are no wider than T
+      return ring.take(stage, operand + r, i, from, real(r) && seat.column(i) < n);
+    };
     ring.arrive();
 
-    float total = 0.0f;
-#pragma unroll 2
-    for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      const Pack<T, VEC> x = ring.take(stage, 0, i, x_row + column, column < width);
+    float sums[4 * AT_ONCE];  // of d = x - centre, of d * d, of g, of g * d
+    bool again = true;
+#pragma unroll 1
+    for (int pass = 0; pass < 2 && again; ++pass) {
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) total += x[j];
+      for (float& sum : sums) sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const bool inside = seat.column(i) < n;  // zeros beyond the end are not centred
+        const Pack<T, VEC> w = kept.get(0, i);
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) {
+          one_at_a_time();
+          const Pack<T, VEC> x = take(0, r, i, input, input_rows);
+          const Pack<T, VEC> g = take(G, r, i, grad, grad_rows);
+          const float from = inside ? centre[r] : 0.0f;
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) {
+            const float d = x[j] - from, gw = g[j] * w[j];
+            sums[4 * r] += d;
+            sums[4 * r + 1] += d * d;
+            sums[4 * r + 2] += gw;
+            sums[4 * r + 3] += gw * d;
+          }
+        }
+      }
+      row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
+      bool far = false;
+#pragma unroll
+      for (int r = 0; r < AT_ONCE; ++r) {
+        far |= Moments(centre[r], sums[4 * r], sums[4 * r + 1], n).template far<T>();
+      }
+      again = pass == 0 && (OWNER == GROUP ? __any_sync(FULL_WARP, far) : far);
+      if (again) {
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) centre[r] += sums[4 * r] * inverse;
+      }
     }
-    const float mean = row_reduce<Sum, OWNER>(total, seat.lanes, exchange, turn++) / n;
+    float shift[AT_ONCE], rstd[AT_ONCE], g_mean[AT_ONCE], along[AT_ONCE];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const Moments found(centre[r], sums[4 * r], sums[4 * r + 1], n);
+      // with eps = 0 a row past the end would bring 0 * inf = NaN into dw
+      rstd[r] = real(r) ? rsqrtf(found.variance + eps) : 0.0f;
+      shift[r] = found.rest * rstd[r];
+      g_mean[r] = rstd[r] * sums[4 * r + 2] * inverse;  // rstd * mean(g)
+      // rstd * mean(g * xhat)
+      along[r] = rstd[r] * rstd[r] * (sums[4 * r + 3] - found.rest * sums[4 * r + 2]) * inverse;
+    }
 
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of d = x - mean, of d * d, of g, of g * d
-#pragma unroll 2
-    for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      one_at_a_time();
-      const Pack<T, VEC> x = ring.take(stage, 0, i, x_row + column, column < width);
-      const Pack<T, VEC> g = ring.take(stage, 1, i, g_row + column, column < width);
-      const Pack<T, VEC> w = load<VEC>(weight_of(i));
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        // zeros beyond the end are not centred
-        const float d = column < width ? x[j] - mean : 0.0f, gw = g[j] * w[j];
-        sums[0] += d;
-        sums[1] += d * d;
-        sums[2] += gw;
-        sums[3] += gw * d;
-      }
-    }
-    row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
-    const float rest = sums[0] * inverse;  // of the mean, beyond its rounding
-    // with eps = 0 a row past the end would bring 0 * inf = NaN into dw
-    const float rstd = real ? rsqrtf(sums[1] / n - rest * rest + eps) : 0.0f;
-    const float g_mean = rstd * sums[2] * inverse;                              // rstd * mean(g)
-    const float along = rstd * rstd * (sums[3] - rest * sums[2]) * inverse;  // rstd * mean(g * xhat)
-
+    T* to = dx + static_cast<long long>(first) * n + seat.first;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      one_at_a_time();
-      const Pack<T, VEC> x = ring.take(stage, 0, i, x_row + column, column < width);
-      const Pack<T, VEC> g = ring.take(stage, 1, i, g_row + column, column < width);
-      const Pack<T, VEC> w = load<VEC>(weight_of(i));
-      float d[VEC];
+      const Pack<T, VEC> w = kept.get(0, i);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float xhat = (x[j] - mean - rest) * rstd;
-        d[j] = rstd * (g[j] * w[j]) - g_mean - xhat * along;
-        dw[i][j] += g[j] * xhat;
-        db[i][j] += g[j];
-      }
-      if (column < width) {
-        store<VEC>(dx + static_cast<long long>(row) * n + column, Pack<T, VEC>::of(d));
+      for (int r = 0; r < AT_ONCE; ++r) {
+        one_at_a_time();
+        const Pack<T, VEC> x = take(0, r, i, input, input_rows);
+        const Pack<T, VEC> g = take(G, r, i, grad, grad_rows);
+        float d[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          const float xhat = (x[j] - centre[r]) * rstd[r] - shift[r];
+          d[j] = rstd[r] * (g[j] * w[j]) - g_mean[r] - xhat * along[r];
+          dw[i][j] += g[j] * xhat;
+          db[i][j] += g[j];
+        }
+        if (real(r) && seat.column(i) < n) {
+          store<VEC>(to + r * n + i * seat.stride(), Pack<T, VEC>::of(d));
+        }
       }
     }
-    ask(row + STAGES * seat.step, stage);
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      centre[r] = first_of(input, input_rows, first + step + r, rows);
+    }
+    ask(first + STAGES * step, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }
 

@@ -5,15 +5,14 @@ through shared memory meanwhile. The gradients of weight and bias stay in regist
 a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the same
 bits on every run. Limits: float32, float16, bfloat16; weight, bias and gradient of the input's
 dtype; 12,288 half or 6,144 float columns without clusters, 131,072 half or 65,536 float columns
-with them, 1,536 without 16-byte loads; fewer where a block has less shared memory than an
-H100 gives it.
+with them, 1,536 without 16-byte loads; fewer where a block has less shared memory than an H100
+gives it.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,45 +20,31 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_partials, cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_rows import Plan
+from tilewright.toolkit.cuda_rows import Launch
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
-
-STAGES = 2  # rows under way (H200, 2026-11)
-MOST = 384  # threads of a block: 512 would leave too few registers
-CLUSTER_MOST = 256  # and of one in a cluster
-
-
-@dataclass(frozen=True)
-class Launch:
-    plan: Plan
-    most: int  # threads that the binary is compiled for
-    blocks: int  # on an SM
-
-    def shared(self, n: int) -> int:
-        """Rows under way and each thread's part of the weight; at the end, partials."""
-        travelling = self.plan.shared(2, STAGES) if self.plan.vec > 1 else 0
-        held = travelling + self.plan.shared(1)
-        return max(held, cuda_partials.scratch_bytes(self.plan, n))
 
 
 def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     """For rows of n columns, `vec` elements to a load, or None (measured on an H200, 2026-11)."""
     small = cuda_rows.group(n, vec, 4)
     if small:
-        return Launch(small, cuda_rows.GROUP_THREADS, 3)
+        return Launch(small, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
     if vec == 1:
-        plan = cuda_rows.block(n, vec, 4, MOST)
-        return Launch(plan, MOST, 1) if plan else None
-    held = 2 * STAGES + 1  # rows and weights
-    for most in (MOST, MOST // 2, MOST // 4):  # GPUs with less shared memory take smaller blocks
-        plan = cuda_rows.fits(cuda_rows.teams(n, vec, 4, most), gpu, held)
-        if plan:
-            return Launch(plan, MOST, 1)
-    plan = cuda_rows.cluster(n, vec, 4, CLUSTER_MOST, CLUSTER_MOST, gpu)
-    plan = cuda_rows.fits(plan, gpu, held)
-    return Launch(plan, CLUSTER_MOST, 1) if plan else None
+        plan = cuda_rows.block(n, vec, 4, 384)
+        return Launch(plan, 384, 1, stages=2, at_once=1) if plan else None
+    teams = cuda_rows.teams(n, vec, 4, 384)
+    pair = cuda_rows.block(n, vec, 2, 512) if gpu.sm < 100 else None  # newer SMs would spill
+    alone = cuda_rows.block(n, vec, 4, 384)
+    several = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
+    choices = (
+        Launch(teams, 384, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
+        Launch(pair, 512, 1, stages=2, at_once=2) if pair else None,
+        Launch(alone, 384, 1, stages=2, at_once=1) if alone else None,
+        Launch(several, 256, 1, stages=2, at_once=1) if several else None,
+    )
+    return next((each for each in choices if each and each.fits(gpu, 2, held=1)), None)
 
 
 def refuses(
@@ -88,16 +73,17 @@ def _backward(
     choice = launch(n, vec, gpu)
     assert choice is not None  # `refuses` was asked
     plan = choice.plan
-    shape = (plan.packs, plan.owner, STAGES, choice.most, choice.blocks)
-    kernel_name = instance("layer_norm_backward", TYPE_NAMES[dtype], vec, *shape)
+    kernel_name = instance("layer_norm_backward", TYPE_NAMES[dtype], vec, *choice.template)
+    held = choice.shared(2) + plan.shared(1)  # rows under way, and each thread's part of the weight
     place: dict[str, Any] = {
         "block": plan.threads,
-        "shared": choice.shared(n),
+        "shared": max(held, cuda_partials.scratch_bytes(plan, n)),
         "cluster": plan.cluster,
         "gpu": gpu,
     }
     room = nvrtc.resident(SOURCE, kernel_name, device=device, **place)
-    blocks = min(plan.grid(view.count), room // plan.cluster * plan.cluster)
+    blocks = min(choice.grid(view.count), room, choice.blocks * gpu.sm_count)
+    blocks -= blocks % plan.cluster
     kernel = nvrtc.bind(
         SOURCE,
         kernel_name,

@@ -4,7 +4,7 @@ A group of lanes (short rows) or a block owns a row and holds it in registers, s
 and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns, are held
 in the shared memory of a persistent block or, beyond 16,384 half or 8,192 float columns, of a
 cluster of blocks (SM 90), while the next rows travel there. Limits: float32, float16, bfloat16;
-weight and bias of the input's dtype; 4,096 columns without 16-byte loads; at most seven binaries
+weight and bias of the input's dtype; 4,096 columns without 16-byte loads; at most nine binaries
 per dtype.
 """
 
@@ -19,34 +19,54 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_rows import Plan
+from tilewright.toolkit.cuda_rows import Launch
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
-STAGES = 3  # rows under way in a wide kernel (H200, 2026-11)
-WIDE_THREADS = 512
 
+def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
+    """For rows of n columns, `vec` elements to a load; None: no block holds them.
 
-def launch(n: int, vec: int, gpu: Gpu) -> tuple[Plan, bool] | None:
-    """The plan for rows of n columns, `vec` elements to a load, and whether it is a wide one.
-
-    None: no block holds them. Four packs a thread, and a block as soon as it has a whole warp: with
-    weight and bias, more loads must be under way than in other row kernels (H200, 2026-11).
+    Its arithmetic takes as long as its traffic: rows in registers, as many threads as an SM has
+    registers for with 64 each; three packs a thread where four would leave many without work, for
+    there are lengths that only three fit (measured on an H200, 2026-11).
     """
     if vec == 1:
-        plan = cuda_rows.group(n, 1, 4) or cuda_rows.block(n, 1, 4, 1024)
-        return (plan, False) if plan else None
-    plan = cuda_rows.group(n, vec, 4) if n <= 64 * vec else cuda_rows.block(n, vec, 4, 256)
+        plan = cuda_rows.group(n, 1, 4)
+        if plan:
+            return Launch(plan, cuda_rows.GROUP_THREADS, 6)
+        plan = cuda_rows.block(n, 1, 4, 1024)
+        return Launch(plan, 1024, 1) if plan else None
+    plan = cuda_rows.group(n, vec, 4)
     if plan:
-        return plan, False
-    plans = (
-        cuda_rows.block(n, vec, 4, WIDE_THREADS),
-        cuda_rows.cluster(n, vec, 4, WIDE_THREADS, WIDE_THREADS, gpu),
-        cuda_rows.cluster(n, vec, 8, WIDE_THREADS, WIDE_THREADS, gpu),
+        return Launch(plan, cuda_rows.GROUP_THREADS, 7 if gpu.sm < 100 else 6)
+    fits_three = n % (3 * vec * cuda_rows.WARP) == 0 and n % (4 * vec * cuda_rows.WARP)
+    plan = cuda_rows.block(n, vec, 3 if fits_three else 4, 256)
+    # floats and newer SMs take a register more, which would be spilled
+    return Launch(plan, 256, 4 if gpu.sm < 100 and vec == 8 else 3) if plan else wide(n, vec, gpu)
+
+
+def wide(n: int, vec: int, gpu: Gpu) -> Launch | None:
+    """A block or a cluster that walks, two of its blocks to an SM while that is enough.
+
+    Long rows are few: blocks that stay for all of theirs end together. Shorter ones had better come
+    in many waves, for SMs are not equally fast.
+    """
+    if gpu.sm < 80:
+        return None  # rows cannot travel while others are reduced
+    waves = 8 if 1536 < cuda_rows.ceil(n, vec) <= 4096 else 1
+    # newer SMs would spill registers of halves with eight packs
+    packs, threads = (8, 256) if gpu.sm < 100 else (4, 512)
+    alone = cuda_rows.block(n, vec, packs, threads)
+    several = cuda_rows.cluster(n, vec, packs, threads, threads, gpu)
+    largest = cuda_rows.cluster(n, vec, 8, 512, 512, gpu) if gpu.sm < 100 or vec == 4 else None
+    choices = (
+        Launch(alone, threads, 512 // threads, stages=2, waves=waves) if alone else None,
+        Launch(several, threads, 512 // threads, stages=2, waves=waves) if several else None,
+        Launch(largest, 512, 1, stages=2) if largest else None,
     )
-    plan = cuda_rows.fits(next(filter(None, plans), None), gpu, 1, STAGES)
-    return (plan, True) if plan else None
+    return next((each for each in choices if each and each.fits(gpu, 1)), None)
 
 
 def refuses(
@@ -72,30 +92,26 @@ def _forward(
 ) -> Callable[..., torch.Tensor]:
     view = rows(input)
     n, count, kind = view.n, view.count, TYPE_NAMES[input.dtype]
-    found = launch(n, common_width(n, input, weight, bias), gpu)
-    assert found is not None  # `refuses` was asked
-    plan, is_wide = found
+    choice = launch(n, common_width(n, input, weight, bias), gpu)
+    assert choice is not None  # `refuses` was asked
+    plan, walks = choice.plan, choice.stages > 0
     sizes: list[Any] = [ctypes.c_uint32(count), ctypes.c_int32(n)]
-    shared = 0
-    parameters: tuple[str | int, ...]
-    if is_wide:
-        parameters = (plan.packs, plan.owner, STAGES, WIDE_THREADS, 1)
-        kernel = instance("layer_norm_wide", kind, plan.vec, *parameters)
-        shared = plan.shared(1, STAGES)
-    else:
-        parameters = (plan.packs, plan.owner, plan.compiled_for)
-        kernel = instance("layer_norm_rows", kind, plan.vec, *parameters)
-        sizes.append(ctypes.c_int32(plan.lanes))
+    name = "layer_norm_wide" if walks else "layer_norm_rows"
     return nvrtc.bind(
         SOURCE,
-        kernel,
-        grid=(plan.grid(count), 1, 1),
+        instance(name, kind, plan.vec, *choice.template),
+        grid=(choice.grid(count), 1, 1),
         block=plan.threads,
         cluster=plan.cluster,
-        persistent=is_wide,
-        shared=shared,
+        waves=choice.waves if walks else 0,
+        shared=choice.shared(1) if walks else 0,
         tensors=[input.dtype, input, weight, bias],
-        scalars=[rows_argument(view), *sizes, ctypes.c_float(eps)],
+        scalars=[
+            rows_argument(view),
+            *sizes,
+            *([] if walks else [ctypes.c_int32(plan.lanes)]),
+            ctypes.c_float(eps),
+        ],
         gpu=gpu,
         makes=memory.contiguous(input.shape, input.dtype, input.device),
     )

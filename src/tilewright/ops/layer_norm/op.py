@@ -166,18 +166,26 @@ def sample(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _rows(input: Any, eps: float) -> tuple[Any, Any, Any]:
+def _rows(rounding: Rounding, input: Any, eps: float) -> tuple[Any, Any, Any]:
     """(the normalised rows, 1 / deviation, what their own float32 arithmetic errs at most).
 
     The mean comes out in two steps (notes.md), so the error is in proportion to the deviation. What
-    the first step leaves is rounded once more: a mean of 10^6 deviations begins to show.
+    the first step leaves is rounded once more: a mean of 10^6 deviations begins to show. Rows of
+    halves may be centred on their first element alone, as long as it is within 8 variances.
     """
     mean = input.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((input - mean).pow(2).mean(-1, keepdim=True) + eps)
+    variance = (input - mean).pow(2).mean(-1, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
     normed = (input - mean) * rstd
     path = sum_path(max(input.shape[-1], 2))
     far = path * Rounding.u32 * input.abs().mean(-1, keepdim=True) * rstd
-    return normed, rstd, (path + 8) * Rounding.u32 * (normed.abs() + 1 + far)
+    near = torch.zeros_like(variance)
+    if rounding.u_in > rounding.u32 and input.numel():
+        first = (input[..., :1] - mean).pow(2) / variance
+        near = first.nan_to_num(0.0).clamp(max=8.0)  # no spread: no error
+    loss = 1 + near.sqrt() + 1.5 * near  # of a variance that is a difference, in its root
+    spread = normed.abs() * loss + 1 + near.sqrt() + far
+    return normed, rstd, (path + 8) * Rounding.u32 * spread
 
 
 def tolerance(
@@ -185,7 +193,7 @@ def tolerance(
 ) -> tuple[torch.Tensor, ...]:
     """The error of the normalised value through the weight, one addition, one rounding."""
     (y,) = outputs
-    _, _, error = _rows(input, eps)
+    _, _, error = _rows(rounding, input, eps)
     scale = 1.0 if weight is None else weight.abs()
     bound = y.abs() * (rounding.u_out + rounding.u32) + error * scale
     return (bound + rounding.tiny * (1 + scale),)
@@ -198,7 +206,7 @@ def tolerance_backward(
     """dx = rstd (g - mean(g) - xh mean(g xh)); dw and db sum dy xh and dy over the rows."""
     dx, dw, db = outputs
     n, rows = max(input.shape[-1], 2), max(math.prod(input.shape[:-1]), 2)
-    normed, rstd, error = _rows(input, eps)
+    normed, rstd, error = _rows(rounding, input, eps)
     g = (grad if weight is None else grad * weight).abs()
 
     def mean(terms: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 // The backward of RMSNorm, also after a residual add.
 //
-// Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows. The next rows
-// travel through a ring while one is reduced; each thread owns the same columns of every row, so
-// the weight's gradient stays in its registers until the end. Bytes per element of T: 2 read (3 with
+// Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows, AT_ONCE at a
+// time. The next rows travel through a ring while these are reduced, and rows that are reduced
+// together share barriers and shuffles; each thread owns the same columns of every row, so the
+// weight's gradient stays in its registers until the end. Bytes per element of T: 2 read (3 with
 // a residual's gradient), 1 written, and once per block or cluster a row of float partials.
 //
 // With g = grad * (weight + offset) and xhat = x * rstd:  dx = rstd * (g - xhat * mean(g * xhat)),
@@ -16,93 +17,103 @@
 
 using namespace tilewright;
 
-template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_backward(
     T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
     const T* __restrict__ grad_residual, const T* __restrict__ input, const T* __restrict__ weight,
     Rows grad_rows, Rows residual_rows, Rows input_rows, unsigned rows, int n, int group,
     float eps, float offset) {
+  constexpr int G = AT_ONCE, PAST = 2 * AT_ONCE;  // operands of the ring, after the rows of x
   extern __shared__ Line memory[];
-  __shared__ Exchange exchange;
+  __shared__ Exchange<2 * AT_ONCE> exchange;
   open<OWNER>(exchange);
   const Seat<OWNER, VEC> seat(group, PACKS);
-  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, grad_residual ? 3 : 2};
+  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, AT_ONCE * (grad_residual ? 3 : 2)};
 
-  const auto ask = [&](unsigned row, int stage) {
-    const T* x = input + input_rows.start(row);
-    const T* g = grad + grad_rows.start(row);
-    const T* past = grad_residual ? grad_residual + residual_rows.start(row) : nullptr;
+  const auto ask = [&](unsigned first, int stage) {
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      const bool inside = row < rows && column < n;
-      ring.ask(stage, 0, i, x + column, inside);
-      ring.ask(stage, 1, i, g + column, inside);
-      if (past) ring.ask(stage, 2, i, past + column, inside);
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const T* x = input + input_rows.start(first + r) + seat.first;
+      const T* g = grad + grad_rows.start(first + r) + seat.first;
+      const T* past = grad_residual + residual_rows.start(first + r) + seat.first;
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int at = i * seat.stride();
+        const bool inside = first + r < rows && seat.column(i) < n;
+        ring.ask(stage, r, i, x + at, inside);
+        ring.ask(stage, G + r, i, g + at, inside);
+        if (grad_residual) ring.ask(stage, PAST + r, i, past + at, inside);
+      }
     }
     ring.sent();
   };
+  const unsigned step = seat.step * AT_ONCE;
+  unsigned first = seat.row * AT_ONCE;
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) ask(seat.row + s * seat.step, s);
+  for (int s = 0; s < STAGES; ++s) ask(first + s * step, s);
 
   Pack<T, VEC> w[PACKS];
-  float dw[PACKS][VEC];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    w[i] = weight && column < n ? load<VEC>(weight + column) : filled<T, VEC>(1.0f);
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) dw[i][j] = 0.0f;
-  }
+  load_parameter(w, weight, 1.0f, seat, n);
+  float dw[PACKS][VEC] = {};
   if (OWNER == CLUSTER) cluster_wait();
 
   int stage = 0;
   unsigned turn = 0;
-  for (unsigned row = seat.row; seat.first_of_warp(row) < rows; row += seat.step) {
-    const bool real = OWNER != GROUP || row < rows;  // groups of a warp end together
-    const int width = real ? n : 0;
-    const T* x_row = input + input_rows.start(row);
-    const T* g_row = grad + grad_rows.start(row);
-    const T* past_row = grad_residual ? grad_residual + residual_rows.start(row) : nullptr;
+  for (; seat.leader(first, AT_ONCE) < rows; first += step) {
+    constexpr bool ALWAYS = Seat<OWNER, VEC>::ENDS_ALONE && AT_ONCE == 1;
+    const auto real = [&](int r) { return ALWAYS || first + r < rows; };
+    const auto take = [&](int operand, int r, int i, const T* from, const Rows& at) {
+      from += at.start(first + r) + seat.column(i);  // read only where loads are no wider than T
+      return ring.take(stage, operand + r, i, from, real(r) && seat.column(i) < n);
+    };
     ring.arrive();
 
-    float sums[2] = {0.0f, 0.0f};  // of x * x, of g * x
+    float sums[2 * AT_ONCE] = {};  // of x * x, of g * x
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      const Pack<T, VEC> x = ring.take(stage, 0, i, x_row + column, column < width);
-      const Pack<T, VEC> g = ring.take(stage, 1, i, g_row + column, column < width);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        sums[0] += x[j] * x[j];
-        sums[1] += g[j] * (w[i][j] + offset) * x[j];
+      for (int r = 0; r < AT_ONCE; ++r) {
+        const Pack<T, VEC> x = take(0, r, i, input, input_rows);
+        const Pack<T, VEC> g = take(G, r, i, grad, grad_rows);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          sums[2 * r] += x[j] * x[j];
+          sums[2 * r + 1] += g[j] * (w[i][j] + offset) * x[j];
+        }
       }
     }
     row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
-    // with eps = 0 a row past the end would bring 0 * inf = NaN into dw
-    const float rstd = real ? rsqrtf(sums[0] / n + eps) : 0.0f;
-    const float along = rstd * rstd * (sums[1] / n);  // rstd * mean(g * xhat)
+    float rstd[AT_ONCE], along[AT_ONCE];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      // with eps = 0 a row past the end would bring 0 * inf = NaN into dw
+      rstd[r] = real(r) ? rsqrtf(sums[2 * r] / n + eps) : 0.0f;
+      along[r] = rstd[r] * rstd[r] * (sums[2 * r + 1] / n);  // rstd * mean(g * xhat)
+    }
 
+    T* to = dx + static_cast<long long>(first) * n + seat.first;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
       keep_packed(w[i]);
-      const Pack<T, VEC> x = ring.take(stage, 0, i, x_row + column, column < width);
-      const Pack<T, VEC> g = ring.take(stage, 1, i, g_row + column, column < width);
-      Pack<T, VEC> past = {};
-      if (past_row) past = ring.take(stage, 2, i, past_row + column, column < width);
-      float d[VEC];
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float xhat = x[j] * rstd;
-        d[j] = rstd * (g[j] * (w[i][j] + offset)) - xhat * along + past[j];
-        dw[i][j] += g[j] * xhat;
-      }
-      if (column < width) {
-        store<VEC>(dx + static_cast<long long>(row) * n + column, Pack<T, VEC>::of(d));
+      for (int r = 0; r < AT_ONCE; ++r) {
+        const Pack<T, VEC> x = take(0, r, i, input, input_rows);
+        const Pack<T, VEC> g = take(G, r, i, grad, grad_rows);
+        Pack<T, VEC> past = {};
+        if (grad_residual) past = take(PAST, r, i, grad_residual, residual_rows);
+        float d[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          const float xhat = x[j] * rstd[r];
+          d[j] = rstd[r] * (g[j] * (w[i][j] + offset)) - xhat * along[r] + past[j];
+          dw[i][j] += g[j] * xhat;
+        }
+        if (real(r) && seat.column(i) < n) {
+          store<VEC>(to + r * n + i * seat.stride(), Pack<T, VEC>::of(d));
+        }
       }
     }
-    ask(row + STAGES * seat.step, stage);
+    ask(first + STAGES * step, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }
 

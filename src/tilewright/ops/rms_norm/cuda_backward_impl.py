@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,42 +19,36 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_partials, cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_rows import Plan
+from tilewright.toolkit.cuda_rows import Launch
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
-
-
-@dataclass(frozen=True)
-class Launch:
-    plan: Plan
-    stages: int  # rows under way
-    most: int  # threads that the binary is compiled for
-    blocks: int  # on an SM
-
-    def shared(self, n: int, operands: int) -> int:
-        travelling = self.plan.shared(operands, self.stages) if self.plan.vec > 1 else 0
-        return max(travelling, cuda_partials.scratch_bytes(self.plan, n))
 
 
 def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
     """For rows of n columns, `vec` elements to a load, or None (measured on an H200, 2026-11)."""
     small = cuda_rows.group(n, vec, 4)
     if small:
-        return Launch(small, 2, cuda_rows.GROUP_THREADS, 2)
+        return Launch(small, cuda_rows.GROUP_THREADS, 2, stages=2, at_once=1)
     if vec == 1:
         plan = cuda_rows.block(n, vec, 4, 512)
-        return Launch(plan, 2, 512, 1) if plan else None
+        return Launch(plan, 512, 1, stages=2, at_once=1) if plan else None
     for most in (512, 256, 128):  # GPUs with less shared memory take smaller blocks
         plan = cuda_rows.teams(n, vec, 2, most)
-        stages = 2 if plan and plan.owner == "TEAM" else 3
-        if plan and cuda_rows.fits(plan, gpu, operands, stages):
-            return Launch(plan, stages, 512, 1)
-    plan = cuda_rows.cluster(n, vec, 4, 256, 512, gpu)
-    blocks = 2 if plan and plan.threads <= 256 else 1
-    if plan and cuda_rows.fits(plan, gpu, operands, 2):
-        return Launch(plan, 2, 512 // blocks, blocks)
-    return None
+        if plan:
+            choice = Launch(plan, 512, 1, stages=2 if plan.owner == "TEAM" else 3, at_once=1)
+            if choice.fits(gpu, operands):
+                return choice
+    four = cuda_rows.cluster(n, vec, 2, 256, 256, gpu)
+    several = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
+    largest = cuda_rows.cluster(n, vec, 4, 512, 512, gpu)
+    pair = 2 if gpu.sm < 100 else 1  # newer SMs would spill
+    choices = (
+        Launch(four, 256, 2, stages=2, at_once=pair) if four and four.cluster <= 4 else None,
+        Launch(several, 256, 1, stages=2, at_once=2) if several else None,
+        Launch(largest, 512, 1, stages=2, at_once=1) if largest else None,
+    )
+    return next((each for each in choices if each and each.fits(gpu, operands)), None)
 
 
 def refuses(
@@ -91,16 +84,16 @@ def _backward(
     choice = launch(n, vec, gpu, operands=operands)
     assert choice is not None  # `refuses` was asked
     plan = choice.plan
-    parameters = (plan.packs, plan.owner, choice.stages, choice.most, choice.blocks)
-    kernel_name = instance("rms_norm_backward", TYPE_NAMES[dtype], vec, *parameters)
+    kernel_name = instance("rms_norm_backward", TYPE_NAMES[dtype], vec, *choice.template)
     place: dict[str, Any] = {
         "block": plan.threads,
-        "shared": choice.shared(n, operands),
+        "shared": max(choice.shared(operands), cuda_partials.scratch_bytes(plan, n)),
         "cluster": plan.cluster,
         "gpu": gpu,
     }
     room = nvrtc.resident(SOURCE, kernel_name, device=device, **place)
-    blocks = min(plan.grid(view.count), room // plan.cluster * plan.cluster)
+    blocks = min(choice.grid(view.count), room, choice.blocks * gpu.sm_count)
+    blocks -= blocks % plan.cluster
     layouts = [rows(grad), None if grad_residual is None else rows(grad_residual), view]
     kernel = nvrtc.bind(
         SOURCE,

@@ -2,8 +2,9 @@
 //
 // *_rows  a group of lanes or a block holds a row in registers, as loaded: it is read once and
 //         written once, and the weight is on its way while the squares are summed.
-// *_wide  a persistent block, or a cluster of blocks, holds a row in shared memory while the next
-//         ones travel there; the weight stays in registers from row to row.
+// *_wide  a cluster of blocks walks down some rows: it takes AT_ONCE of them from shared memory into
+//         registers while the next ones travel there; rows that are reduced together share barriers
+//         and shuffles. The weight stays in registers from row to row.
 //
 // Bytes per element of T: 1 read, 1 written; with a residual 2 and 2. Rows are found through
 // strides; results are contiguous. Arithmetic is float.
@@ -24,9 +25,9 @@ struct Options {
 
 template <class T, int VEC>
 __device__ __forceinline__ float squares(const Pack<T, VEC>& x) {
-  float total = 0.0f;
+  float total = x[0] * x[0];
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) total += x[j] * x[j];
+  for (int j = 1; j < VEC; ++j) total += x[j] * x[j];
   return total;
 }
 
@@ -59,32 +60,29 @@ template <class T, int VEC, int PACKS, Owner OWNER, bool ADD>
 __device__ __forceinline__ void normalise_rows(
     T* out, T* sum, const T* input, const T* residual, const T* weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, int group, Options options) {
-  __shared__ Exchange exchange;
+  __shared__ Exchange<1> exchange;
   const Seat<OWNER, VEC> seat(group, PACKS);
   const int width = seat.row < rows ? n : 0;  // nobody returns early: shuffles want the whole warp
-  const long long to = static_cast<long long>(seat.row) * n;
-  input += input_rows.start(seat.row);
-  if (ADD) residual += residual_rows.start(seat.row);
+  const auto inside = [&](int i) { return seat.column(i) < width; };
+  const long long to = static_cast<long long>(seat.row) * n + seat.first;
+  input += input_rows.start(seat.row) + seat.first;
+  if (ADD) residual += residual_rows.start(seat.row) + seat.first;
 
   Pack<T, VEC> x[PACKS], r[PACKS], w[PACKS];
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    x[i] = column < width ? load<VEC>(input + column) : Pack<T, VEC>{};
-    if (ADD) r[i] = column < width ? load<VEC>(residual + column) : Pack<T, VEC>{};
+    const int at = i * seat.stride();
+    x[i] = inside(i) ? load<VEC>(input + at) : Pack<T, VEC>{};
+    if (ADD) r[i] = inside(i) ? load<VEC>(residual + at) : Pack<T, VEC>{};
   }
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    w[i] = weight && column < width ? load<VEC>(weight + column) : filled<T, VEC>(1.0f);
-  }
+  load_parameter(w, weight, 1.0f, seat, width);
 
   float total = 0.0f;
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
     if (ADD) {
       x[i] = sum_of(x[i], r[i]);  // rounded before it is normed: later layers read it
-      if (seat.column(i) < width) store<VEC>(sum + to + seat.column(i), x[i]);
+      if (inside(i)) store<VEC>(sum + to + i * seat.stride(), x[i]);
     }
     total += squares(x[i]);
   }
@@ -93,96 +91,104 @@ __device__ __forceinline__ void normalise_rows(
 
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    if (column >= width) continue;
     keep_packed(x[i]);
     keep_packed(w[i]);
-    store<VEC>(out + to + column, scaled(x[i], w[i], rstd, options));
+    const Pack<T, VEC> y = scaled(x[i], w[i], rstd, options);
+    if (inside(i)) store<VEC>(out + to + i * seat.stride(), y);
   }
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, bool ADD>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, bool ADD>
 __device__ __forceinline__ void normalise_wide(
     T* out, T* sum, const T* input, const T* residual, const T* weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, Options options) {
   extern __shared__ Line memory[];
-  __shared__ Exchange exchange;
+  __shared__ Exchange<AT_ONCE> exchange;
   open<OWNER>(exchange);
   const Seat<OWNER, VEC> seat(0, PACKS);
-  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, ADD ? 2 : 1};
+  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, ADD ? 2 * AT_ONCE : AT_ONCE};
 
-  const auto ask = [&](unsigned row, int stage) {
-    const T* x_row = input + input_rows.start(row);
-    const T* r_row = ADD ? residual + residual_rows.start(row) : nullptr;
+  const auto ask = [&](unsigned first, int stage) {
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      const bool inside = row < rows && column < n;
-      ring.ask(stage, 0, i, x_row + column, inside);
-      if (ADD) ring.ask(stage, 1, i, r_row + column, inside);
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const T* x = input + input_rows.start(first + r) + seat.first;
+      const T* past = ADD ? residual + residual_rows.start(first + r) + seat.first : nullptr;
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const bool inside = first + r < rows && seat.column(i) < n;
+        ring.ask(stage, r, i, x + i * seat.stride(), inside);
+        if (ADD) ring.ask(stage, AT_ONCE + r, i, past + i * seat.stride(), inside);
+      }
     }
     ring.sent();
   };
-  const auto held = [&](int stage, int i) {
-    const Pack<T, VEC> x = ring.take(stage, 0, i);
-    return ADD ? sum_of(x, ring.take(stage, 1, i)) : x;  // rounded before it is normed
-  };
+  const unsigned step = seat.step * AT_ONCE;
+  unsigned first = seat.row * AT_ONCE;
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) ask(seat.row + s * seat.step, s);
+  for (int s = 0; s < STAGES; ++s) ask(first + s * step, s);
 
   Pack<T, VEC> w[PACKS];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    w[i] = weight && column < n ? load<VEC>(weight + column) : filled<T, VEC>(1.0f);
-  }
+  load_parameter(w, weight, 1.0f, seat, n);
   if (OWNER == CLUSTER) cluster_wait();
 
   int stage = 0;
   unsigned turn = 0;
-  for (unsigned row = seat.row; row < rows; row += seat.step) {
-    const long long to = static_cast<long long>(row) * n;
+  for (; first < rows; first += step) {
+    const long long to = static_cast<long long>(first) * n + seat.first;
+    const auto inside = [&](int r, int i) {
+      return seat.column(i) < n && (AT_ONCE == 1 || first + r < rows);
+    };
     ring.arrive();
-    float total = 0.0f;
+    Pack<T, VEC> x[AT_ONCE][PACKS];
+    float totals[AT_ONCE] = {};
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const Pack<T, VEC> x = held(stage, i);
-      if (ADD && seat.column(i) < n) store<VEC>(sum + to + seat.column(i), x);
-      total += squares(x);
+    for (int r = 0; r < AT_ONCE; ++r) {
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        x[r][i] = ring.take(stage, r, i);
+        if (ADD) {
+          x[r][i] = sum_of(x[r][i], ring.take(stage, AT_ONCE + r, i));  // rounded, then normed
+          if (inside(r, i)) store<VEC>(sum + to + r * n + i * seat.stride(), x[r][i]);
+        }
+        totals[r] += squares(x[r][i]);
+      }
     }
-    const float rstd =
-        rsqrtf(row_reduce<Sum, OWNER>(total, seat.lanes, exchange, turn++) / n + options.eps);
+    row_reduce<Sum, OWNER>(totals, seat.lanes, exchange, turn++);
+    ask(first + STAGES * step, stage);  // what was there is in registers now
 
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int column = seat.column(i);
-      keep_packed(w[i]);
-      const Pack<T, VEC> y = scaled(held(stage, i), w[i], rstd, options);
-      if (column < n) store<VEC>(out + to + column, y);
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const float rstd = rsqrtf(totals[r] / n + options.eps);
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        keep_packed(x[r][i]);
+        keep_packed(w[i]);
+        const Pack<T, VEC> y = scaled(x[r][i], w[i], rstd, options);
+        if (inside(r, i)) store<VEC>(out + to + r * n + i * seat.stride(), y);
+      }
     }
-    ask(row + STAGES * seat.step, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int THREADS>
-__global__ void __launch_bounds__(THREADS, 1) rms_norm_rows(
+template <class T, int VEC, int PACKS, Owner OWNER, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_rows(
     T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight,
     Rows input_rows, unsigned rows, int n, int group, Options options) {
   normalise_rows<T, VEC, PACKS, OWNER, false>(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, rows, n, group, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_wide(
     T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight,
     Rows input_rows, unsigned rows, int n, Options options) {
-  normalise_wide<T, VEC, PACKS, OWNER, STAGES, false>(
+  normalise_wide<T, VEC, PACKS, OWNER, AT_ONCE, STAGES, false>(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, rows, n, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int THREADS>
-__global__ void __launch_bounds__(THREADS, 1) add_rms_norm_rows(
+template <class T, int VEC, int PACKS, Owner OWNER, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm_rows(
     T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input,
     const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, int group, Options options) {
@@ -190,11 +196,11 @@ __global__ void __launch_bounds__(THREADS, 1) add_rms_norm_rows(
       out, sum, input, residual, weight, input_rows, residual_rows, rows, n, group, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm_wide(
     T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input,
     const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, Options options) {
-  normalise_wide<T, VEC, PACKS, OWNER, STAGES, true>(
+  normalise_wide<T, VEC, PACKS, OWNER, AT_ONCE, STAGES, true>(
       out, sum, input, residual, weight, input_rows, residual_rows, rows, n, options);
 }

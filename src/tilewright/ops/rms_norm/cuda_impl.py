@@ -2,10 +2,10 @@
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
 and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (131,072
-floats with a residual), are held in the shared memory of a persistent cluster of blocks (SM 90),
-while the next rows travel there; fewer fit where a block has less shared memory. Limits: float32,
-float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or 8,192 float
-columns, 4,096 without 16-byte loads; at most seven binaries per dtype and form.
+floats with a residual), belong to a cluster of blocks (SM 90) that takes them from shared memory,
+where the next rows travel meanwhile; fewer fit where a block has less shared memory. Limits:
+float32, float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or 8,192
+float columns, 4,096 without 16-byte loads; at most ten binaries per dtype and form.
 """
 
 from __future__ import annotations
@@ -20,34 +20,51 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
 from tilewright.toolkit.cuda_launch import Run
-from tilewright.toolkit.cuda_rows import Plan
+from tilewright.toolkit.cuda_rows import Launch
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
-STAGES = 3  # rows under way in a wide kernel (H200, 2026-11)
-WIDE_THREADS = 512  # of a block of a cluster
 Tensors = list["torch.Tensor | torch.dtype | None"]
 
 
-def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Plan | None:
-    """The plan for rows of n columns, `vec` elements to a load; None: no block holds them.
+def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Launch | None:
+    """For rows of n columns, `vec` elements to a load; None: no block holds them.
 
-    Two packs a thread while that leaves a block small, then four: more blocks on an SM, or more
-    loads under way in a thread (H200, 2026-11).
+    Few packs a thread leave an SM more blocks, many leave it fewer instructions; the binaries allow
+    for as many blocks as the packs need to be on their way (measured on an H200, 2026-11).
     """
     if vec == 1:
-        return cuda_rows.group(n, 1, 4) or cuda_rows.block(n, 1, 4, 1024)
-    if n <= 64 * vec:
-        return cuda_rows.group(n, vec, 2)
-    in_registers = cuda_rows.block(n, vec, 2, 256) or cuda_rows.block(n, vec, 4, 512)
-    return in_registers or wide(n, vec, gpu, operands)
+        plan = cuda_rows.group(n, 1, 4)
+        if plan:
+            return Launch(plan, cuda_rows.GROUP_THREADS, 8)
+        plan = cuda_rows.block(n, 1, 4, 1024)
+        return Launch(plan, 1024, 1) if plan else None
+    plan = cuda_rows.group(n, vec, 2 if n <= 64 * vec else 4)
+    if plan:
+        return Launch(plan, cuda_rows.GROUP_THREADS, 8 if operands == 1 else 6)
+    plan = cuda_rows.block(n, vec, 4, 384)
+    if plan:
+        return Launch(plan, 384, 3 if operands == 1 else 2)
+    plan = cuda_rows.block(n, vec, 8, 256) if operands == 1 else cuda_rows.block(n, vec, 4, 512)
+    if plan:
+        return Launch(plan, 256, 2) if operands == 1 else Launch(plan, 512, 1)
+    return wide(n, vec, gpu, operands)
 
 
-def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Plan | None:
-    """A cluster; the widest rows of floats take more packs a thread."""
-    plans = (cuda_rows.cluster(n, vec, packs, WIDE_THREADS, WIDE_THREADS, gpu) for packs in (4, 8))
-    return cuda_rows.fits(next(filter(None, plans), None), gpu, operands, STAGES)
+def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Launch | None:
+    """A cluster, two blocks of them on an SM while that is enough."""
+    pair = cuda_rows.cluster(n, vec, 8, 256, 256, gpu)
+    small = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
+    large = cuda_rows.cluster(n, vec, 4, 512, 512, gpu)
+    largest = cuda_rows.cluster(n, vec, 8, 512, 512, gpu)
+    choices = (
+        Launch(pair, 256, 2, stages=2, at_once=1, waves=8) if pair and pair.cluster == 2 else None,
+        Launch(small, 256, 2, stages=1, at_once=2) if small else None,
+        Launch(large, 512, 1, stages=2, at_once=1) if large else None,
+        Launch(largest, 512, 1, stages=2, at_once=1) if largest else None,
+    )
+    return next((each for each in choices if each and each.fits(gpu, operands)), None)
 
 
 def refuses(gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:
@@ -76,7 +93,7 @@ class Options(ctypes.Structure):
 
 def _bind(
     name: str,
-    plan: Plan,
+    choice: Launch,
     tensors: Tensors,
     layouts: list[Any],
     count: int,
@@ -87,34 +104,32 @@ def _bind(
     makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
     """Bind `name`_rows or `name`_wide."""
+    plan, walks = choice.plan, choice.stages > 0
     sizes: list[Any] = [ctypes.c_uint32(count), ctypes.c_int32(n)]
-    kind, wide, shared = TYPE_NAMES[input.dtype], plan.owner == "CLUSTER", 0
-    if wide:
-        parameters: tuple[str | int, ...] = (plan.packs, plan.owner, STAGES, WIDE_THREADS, 1)
-        kernel = instance(f"{name}_wide", kind, plan.vec, *parameters)
-        shared = plan.shared(len(layouts), STAGES)
-    else:
-        parameters = (plan.packs, plan.owner, plan.compiled_for)
-        kernel = instance(f"{name}_rows", kind, plan.vec, *parameters)
-        sizes.append(ctypes.c_int32(plan.lanes))
+    kernel = f"{name}_wide" if walks else f"{name}_rows"
     return nvrtc.bind(
         SOURCE,
-        kernel,
-        grid=(plan.grid(count), 1, 1),
+        instance(kernel, TYPE_NAMES[input.dtype], plan.vec, *choice.template),
+        grid=(choice.grid(count), 1, 1),
         block=plan.threads,
         cluster=plan.cluster,
-        persistent=wide,
-        shared=shared,
+        waves=choice.waves if walks else 0,
+        shared=choice.shared(len(layouts)) if walks else 0,
         tensors=tensors,
-        scalars=[*map(rows_argument, layouts), *sizes, options],
+        scalars=[
+            *map(rows_argument, layouts),
+            *sizes,
+            *([] if walks else [ctypes.c_int32(plan.lanes)]),
+            options,
+        ],
         gpu=gpu,
         makes=makes,
     )
 
 
-def _planned(plan: Plan | None) -> Plan:
-    assert plan is not None  # `refuses` was asked
-    return plan
+def _planned(choice: Launch | None) -> Launch:
+    assert choice is not None  # `refuses` was asked
+    return choice
 
 
 @on_rows
@@ -122,11 +137,11 @@ def _forward(
     gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, options: Options
 ) -> Callable[..., torch.Tensor]:
     view = rows(input)
-    plan = _planned(launch(view.n, common_width(view.n, input, weight), gpu))
+    choice = _planned(launch(view.n, common_width(view.n, input, weight), gpu))
     new_out = memory.contiguous(input.shape, input.dtype, input.device)
     tensors: Tensors = [input.dtype, input, weight]
     return _bind(
-        "rms_norm", plan, tensors, [view], view.count, view.n, options, input, gpu, new_out
+        "rms_norm", choice, tensors, [view], view.count, view.n, options, input, gpu, new_out
     )
 
 
@@ -142,10 +157,12 @@ def _add(
     new = memory.contiguous(input.shape, dtype, input.device)
     view = rows(input)
     vec = common_width(view.n, input, residual, weight)
-    plan = _planned(launch(view.n, vec, gpu, operands=2))
+    choice = _planned(launch(view.n, vec, gpu, operands=2))
     tensors: Tensors = [dtype, dtype, input, residual, weight]
     layouts = [view, rows(residual)]
-    kernel = _bind("add_rms_norm", plan, tensors, layouts, view.count, view.n, options, input, gpu)
+    kernel = _bind(
+        "add_rms_norm", choice, tensors, layouts, view.count, view.n, options, input, gpu
+    )
 
     def run(
         input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *_: Any

@@ -183,6 +183,14 @@ OP = Op(
     outputs=outputs,
     check=check,
     backends=(
+        Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare",
+            min_sm=89,
+            accepts=fp8_norms.one_dtype,
+            limits=f"{HERE}.cuda_impl:refuses",
+        ),
         Backend("triton", "triton", f"{HERE}.triton_impl:prepare", min_sm=89),
         Backend("torch", "torch", f"{HERE}.reference:rms_norm_fp8", dtypes=None),
     ),

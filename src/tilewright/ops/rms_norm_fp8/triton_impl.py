@@ -14,51 +14,23 @@ group, and three times with one per row: for the rms, for the maximum, and to qu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tilewright.fp8 import FORMATS, GROUP, scale_shape
+from tilewright.fp8 import FORMATS, scale_shape
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory
+from tilewright.toolkit.fp8_tiles import SECOND, launch
 from tilewright.toolkit.launch import bind, programs
 from tilewright.toolkit.rows import on_rows, rows, vector_width
-from tilewright.toolkit.tiles import Tile, tile
 from tilewright.toolkit.triton_fp8 import magnitude, quantised, scale_of
 from tilewright.toolkit.triton_lib import load_rows, mean_of, row_start
 
 SIZES = ["row_count", "n_vectors"]
 X_STRIDES = ["x_inner", "x_outer", "x_step"]
-
-
-@dataclass(frozen=True)
-class Launch:
-    tile: Tile
-    group: int  # columns that share a scale in a tile; the whole block: one scale per row
-    programs: int
-
-
-# Columns that stay in registers without a spill on any SM, by the bytes of an element (compile
-# matrix, 2026-11).
-WIDEST = {2: 16384, 4: 8192}
-SECOND = Tile(
-    8, 256, 4, False
-)  # the tile of the second pass: it reduces nothing, so one serves all
-RESIDENT = 16  # warps of an SM that find room for their registers
-
-
-def launch(count: int, n: int, vec: int, gpu: Gpu, size: int, scaling: str) -> Launch:
-    # two passes share the budget of binaries: without the narrowest tile they keep it
-    choice = tile(max(n, 65) if scaling == "tensor" else n, vec, WIDEST[size])
-    if choice.whole and vec > 1:  # 32 elements to a thread: a program's overhead counts here
-        choice = replace(choice, warps=choice.rows * choice.block // 1024)
-    group = min(GROUP, choice.block) if scaling == "group" else choice.block
-    tiles = programs(count, choice.rows)
-    resident = gpu.sm_count * max(RESIDENT // choice.warps, 1)
-    return Launch(choice, group, min(tiles, resident) if choice.whole else tiles)
 
 
 @triton.jit

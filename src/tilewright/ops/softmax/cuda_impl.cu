@@ -89,7 +89,7 @@ template <class Out, class In, int VEC, int PACKS, Owner OWNER, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1) softmax_v2(
     Out* __restrict__ output, const In* __restrict__ input, Rows input_rows, unsigned rows, int n,
     int group) {
-  __shared__ Exchange exchange;
+  __shared__ Exchange<1> exchange;
   const Seat<OWNER, VEC> seat(group, PACKS);
   const int width = seat.row < rows ? n : 0;  // nobody returns early: shuffles want the whole warp
   input += input_rows.start(seat.row);
@@ -134,7 +134,7 @@ template <class Out, class In, int VEC, Owner OWNER, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1) softmax_v2_wide(
     Out* __restrict__ output, const In* __restrict__ input, Rows input_rows, int n, int packs) {
   extern __shared__ Line memory[];
-  __shared__ Exchange exchange;
+  __shared__ Exchange<1> exchange;
   open<OWNER>(exchange);
   const Seat<OWNER, VEC> seat(0, packs);
   const Held<In, VEC> held{memory->words, packs};
@@ -204,7 +204,7 @@ template <class In, class Out, int VEC, int PACKS, Owner OWNER, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1) softmax_backward_rows(
     In* __restrict__ dx, const Out* __restrict__ grad, const Out* __restrict__ output,
     Rows grad_rows, Rows output_rows, unsigned rows, int n, int group) {
-  __shared__ Exchange exchange;
+  __shared__ Exchange<1> exchange;
   const Seat<OWNER, VEC> seat(group, PACKS);
   const int width = seat.row < rows ? n : 0;
   grad += grad_rows.start(seat.row);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_backward_wide(
     In* __restrict__ dx, const Out* __restrict__ grad, const Out* __restrict__ output,
     Rows grad_rows, Rows output_rows, int n, int packs) {
   extern __shared__ Line memory[];
-  __shared__ Exchange exchange;
+  __shared__ Exchange<1> exchange;
   open<OWNER>(exchange);
   const Seat<OWNER, VEC> seat(0, packs);
   const Held<Out, VEC> held{memory->words, packs};  // the gradient, then the output

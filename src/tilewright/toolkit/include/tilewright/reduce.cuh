@@ -10,7 +10,6 @@ namespace tilewright {
 
 constexpr int WARP_SIZE = 32;
 constexpr int MAX_WARPS = 32;
-constexpr int MAX_VALUES = 4;  // reduced together
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
 // Who owns a row. Several groups or teams share a block and never wait for one another.
@@ -41,15 +40,17 @@ struct Max {
 };
 
 // Shared memory of a kernel's reductions. They take its two halves in turn: what is written at one
-// turn is read before the barrier of the next, so that one barrier a turn is enough.
-struct Exchange {
-  float warps[2][MAX_VALUES][MAX_WARPS];
-  float blocks[2][MAX_VALUES][MAX_CLUSTER];
+// turn is read before the barrier of the next, so that one barrier a turn is enough. VALUES: as many
+// as are reduced together at most; they lie side by side.
+template <int VALUES> struct Exchange {
+  float warps[2][MAX_WARPS * VALUES];
+  float blocks[2][MAX_CLUSTER * VALUES];
   Signal signals[2];
 };
 
 // The first thing a kernel does. Clusters must not reduce before cluster_wait().
-template <Owner OWNER> __device__ __forceinline__ void open(Exchange& exchange) {
+template <Owner OWNER, int VALUES>
+__device__ __forceinline__ void open(Exchange<VALUES>& exchange) {
   if constexpr (OWNER == CLUSTER) {
     if (threadIdx.x == 0) make_ready(exchange.signals[0]);
     if (threadIdx.x == 0) make_ready(exchange.signals[1]);
@@ -67,6 +68,47 @@ __device__ __forceinline__ void group_reduce(float (&values)[K], int lanes = WAR
   }
 }
 
+// The warp's result of value k, in the lanes of the k-th of K equal parts of the warp. Each half
+// keeps half of the values and gives the other half away, so that K values take hardly more shuffles
+// than one: a warp's shuffle keeps an SM busy four times as long as an addition.
+template <class Op, int K> __device__ __forceinline__ float warp_reduce(float (&values)[K]) {
+  int distance = WARP_SIZE / 2;
+#pragma unroll
+  for (int kept = K / 2; kept > 0; kept /= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int k = 0; k < kept; ++k) {
+      const float given = upper ? values[k] : values[k + kept];
+      const float mine = upper ? values[k + kept] : values[k];
+      values[k] = Op::join(mine, __shfl_xor_sync(FULL_WARP, given, distance));
+    }
+    distance /= 2;
+  }
+#pragma unroll
+  for (; distance > 0; distance /= 2) {
+    values[0] = Op::join(values[0], __shfl_xor_sync(FULL_WARP, values[0], distance));
+  }
+  return values[0];
+}
+
+// `parts` holds `count` times K values; the result of value k goes to the lanes k, k + K, ...
+template <class Op, int K>
+__device__ __forceinline__ float join_parts(const float* parts, int count) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  float value = lane < count * K ? parts[lane] : Op::identity();
+  if (K > 1) {  // one value has a lane for each of its parts
+#pragma unroll 1
+    for (int i = lane + WARP_SIZE; i < count * K; i += WARP_SIZE) {
+      value = Op::join(value, parts[i]);
+    }
+  }
+#pragma unroll
+  for (int distance = WARP_SIZE / 2; distance >= K; distance /= 2) {
+    value = Op::join(value, __shfl_xor_sync(FULL_WARP, value, distance));
+  }
+  return value;
+}
+
 // Barrier 0 is the block's. A barrier whose number is computed takes all sixteen from an SM that has
 // few, so a block that is one team uses its own.
 template <bool WHOLE_BLOCK> __device__ __forceinline__ void barrier(int lanes) {
@@ -77,71 +119,67 @@ template <bool WHOLE_BLOCK> __device__ __forceinline__ void barrier(int lanes) {
   }
 }
 
-template <class Op, Owner OWNER, int K>
-__device__ __forceinline__ void team_reduce(
-    float (&values)[K], int lanes, float (&warps)[MAX_VALUES][MAX_WARPS]) {
-  static_assert(K <= MAX_VALUES);
-  constexpr bool WHOLE_BLOCK = OWNER != TEAM;
-  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  group_reduce<Op>(values);
-  if (lane == 0) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) warps[k][warp] = values[k];
+// `value` and the result are as join_parts leaves them.
+template <class Op, int K, int VALUES>
+__device__ __forceinline__ float cluster_reduce(float value, Exchange<VALUES>& exchange, unsigned turn) {
+  float* blocks = exchange.blocks[turn % 2];
+  Signal& signal = exchange.signals[turn % 2];
+  const unsigned size = cluster_size();
+  if (threadIdx.x == 0) expect(signal, K * sizeof(float) * size);
+  for (unsigned i = threadIdx.x; i < size * K; i += blockDim.x) {  // blockDim.x is a multiple of K
+    send(&blocks[cluster_rank() * K + i % K], value, signal, i / K);
   }
+  receive(signal, turn / 2 % 2);
+  return join_parts<Op, K>(blocks, size);
+}
+
+// Every warp joins the warps' values itself: no thread has to broadcast, which saves a barrier.
+template <class Op, Owner OWNER, int K, int VALUES>
+__device__ __forceinline__ void team_reduce(
+    float (&values)[K], int lanes, Exchange<VALUES>& exchange, unsigned turn) {
+  static_assert(K <= VALUES && (K & (K - 1)) == 0);
+  constexpr bool WHOLE_BLOCK = OWNER != TEAM;
+  constexpr int PART = WARP_SIZE / K;  // lanes that end with the same value
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  float* warps = exchange.warps[turn % 2];
+  float value = warp_reduce<Op>(values);
+  if (lane % PART == 0) warps[warp * K + lane / PART] = value;
   barrier<WHOLE_BLOCK>(lanes);
-  // Each warp joins the warps' values itself: no thread has to broadcast, which saves a barrier.
-  const int count = lanes / WARP_SIZE, first = WHOLE_BLOCK ? 0 : threadIdx.x / lanes * count;
-  if (OWNER != CLUSTER && count <= 4) {  // fewer steps than a butterfly has
+
+  const int count = lanes / WARP_SIZE;
+  if (!WHOLE_BLOCK) warps += threadIdx.x / lanes * count * K;
+  if (OWNER != CLUSTER && K <= 2 && count <= 4) {  // fewer steps than shuffles would take
 #pragma unroll
-    for (int k = 0; k < K; ++k) values[k] = warps[k][first];
+    for (int k = 0; k < K; ++k) values[k] = warps[k];
 #pragma unroll 1
     for (int i = 1; i < count; ++i) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) values[k] = Op::join(values[k], warps[k][first + i]);
+      for (int k = 0; k < K; ++k) values[k] = Op::join(values[k], warps[i * K + k]);
     }
-  } else {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      values[k] = lane < count ? warps[k][first + lane] : Op::identity();
-    }
-    group_reduce<Op>(values);
+    return;
   }
-}
-
-template <class Op, int K>
-__device__ __forceinline__ void cluster_reduce(
-    float (&values)[K], float (&blocks)[MAX_VALUES][MAX_CLUSTER], Signal& signal, unsigned phase) {
-  const unsigned size = cluster_size(), rank = cluster_rank();
-  if (threadIdx.x == 0) expect(signal, K * sizeof(float) * size);
-  if (threadIdx.x < size) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) send(&blocks[k][rank], values[k], signal, threadIdx.x);
+  value = join_parts<Op, K>(warps, count);
+  if constexpr (OWNER == CLUSTER) {
+    value = cluster_reduce<Op, K>(value, exchange, turn);
   }
-  receive(signal, phase);
-  const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
-  for (int k = 0; k < K; ++k) values[k] = lane < size ? blocks[k][lane] : Op::identity();
-  group_reduce<Op>(values);
+  for (int k = 0; k < K; ++k) values[k] = K > 1 ? __shfl_sync(FULL_WARP, value, k) : value;
 }
 
 // All threads of the owner call. `turn` counts the owner's reductions, from 0.
-template <class Op, Owner OWNER, int K>
+template <class Op, Owner OWNER, int K, int VALUES>
 __device__ __forceinline__ void row_reduce(
-    float (&values)[K], int lanes, Exchange& exchange, unsigned turn) {
-  const unsigned half = turn % 2;
+    float (&values)[K], int lanes, Exchange<VALUES>& exchange, unsigned turn) {
   if constexpr (OWNER == GROUP) {
     group_reduce<Op>(values, lanes);
   } else {
-    team_reduce<Op, OWNER>(values, lanes, exchange.warps[half]);
-  }
-  if constexpr (OWNER == CLUSTER) {
-    cluster_reduce<Op>(values, exchange.blocks[half], exchange.signals[half], turn / 2 % 2);
+    team_reduce<Op, OWNER>(values, lanes, exchange, turn);
   }
 }
 
-template <class Op, Owner OWNER>
+template <class Op, Owner OWNER, int VALUES>
 __device__ __forceinline__ float row_reduce(
-    float value, int lanes, Exchange& exchange, unsigned turn) {
+    float value, int lanes, Exchange<VALUES>& exchange, unsigned turn) {
   float values[1] = {value};
   row_reduce<Op, OWNER>(values, lanes, exchange, turn);
   return values[0];

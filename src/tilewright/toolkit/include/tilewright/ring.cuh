@@ -7,6 +7,7 @@
 #pragma once
 
 #include "tilewright/copy.cuh"
+#include "tilewright/reduce.cuh"
 #include "tilewright/vector.cuh"
 
 namespace tilewright {
@@ -14,11 +15,13 @@ namespace tilewright {
 template <class T, int VEC, int PACKS, int STAGES> struct Ring {
   static constexpr bool TRAVELS = sizeof(T) * VEC == 16;
 
-  uint4* slots;  // [STAGES][operands][PACKS][blockDim.x]
+  uint4* slots;  // [STAGES][warps][operands][PACKS][WARP_SIZE]
   int operands;
 
   __device__ __forceinline__ uint4* slot(int stage, int operand, int pack) const {
-    return slots + ((stage * operands + operand) * PACKS + pack) * blockDim.x + threadIdx.x;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    uint4* mine = slots + (stage * blockDim.x + warp * WARP_SIZE) * operands * PACKS + lane;
+    return mine + (operand * PACKS + pack) * WARP_SIZE;  // a constant, carried in the address
   }
 
   __device__ __forceinline__ uint4* end() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tilewright/reduce.cuh"
+#include "tilewright/vector.cuh"
 
 namespace tilewright {
 
@@ -18,8 +19,9 @@ struct Rows {
   }
 };
 
-// A thread's place among those that own a row. It holds `packs` packs, which start at column(i);
-// packs of neighbouring threads are neighbours, and a block of a cluster holds one stretch of a row.
+// A thread's place among those that own a row. It holds `packs` packs, which start at column(i). The
+// packs of a warp are neighbours, and so are those of its lanes: the distance between two packs of a
+// thread is a constant that loads and stores carry in their address, except in a group.
 template <Owner OWNER, int VEC> struct Seat {
   int lanes;      // threads of this block that share a row
   int first;      // column of this thread's first pack
@@ -28,32 +30,68 @@ template <Owner OWNER, int VEC> struct Seat {
 
   // `group`: lanes of a group or a team; blocks and clusters know their own size.
   __device__ __forceinline__ Seat(int group, int packs) {
-    if constexpr (OWNER == CLUSTER) {
+    if constexpr (OWNER == CLUSTER || OWNER == BLOCK) {
+      const unsigned blocks = OWNER == CLUSTER ? cluster_size() : 1;
       lanes = blockDim.x;
-      first = (cluster_rank() * packs * blockDim.x + threadIdx.x) * VEC;
-      row = blockIdx.x / cluster_size();
-      step = gridDim.x / cluster_size();
-    } else if constexpr (OWNER == BLOCK) {
-      lanes = blockDim.x;
-      first = threadIdx.x * VEC;
-      row = blockIdx.x;
-      step = gridDim.x;
+      row = blockIdx.x / blocks;
+      step = gridDim.x / blocks;
     } else {
       const unsigned owners = blockDim.x / group;
       lanes = group;
-      first = threadIdx.x % group * VEC;
       row = blockIdx.x * owners + threadIdx.x / group;
       step = gridDim.x * owners;
     }
+    const int thread = OWNER == CLUSTER || OWNER == BLOCK ? threadIdx.x : threadIdx.x % lanes;
+    if constexpr (OWNER == GROUP) {
+      first = thread * VEC;
+    } else {
+      const int warp = thread / WARP_SIZE * packs, lane = thread % WARP_SIZE;
+      const int before = OWNER == CLUSTER ? cluster_rank() * packs * blockDim.x : 0;
+      first = (before + warp * WARP_SIZE + lane) * VEC;
+    }
   }
 
-  __device__ __forceinline__ int column(int pack) const { return first + pack * lanes * VEC; }
+  __device__ __forceinline__ int stride() const {
+    return (OWNER == GROUP ? lanes : WARP_SIZE) * VEC;
+  }
+  __device__ __forceinline__ int column(int pack) const { return first + pack * stride(); }
 
-  // The row of the warp's first group. Groups of a warp may run out of rows at different times, but
-  // all take part in every shuffle, so they go on as long as the first of them.
-  __device__ __forceinline__ unsigned first_of_warp(unsigned row) const {
-    return OWNER == GROUP ? row - threadIdx.x % WARP_SIZE / lanes : row;
+  // Groups of a warp may run out of rows at different times, but all take part in every shuffle, so
+  // they go on as long as the first of them; so do the teams of a block, which then meet their
+  // barriers equally often. Blocks and clusters end by themselves.
+  static constexpr bool ENDS_ALONE = OWNER == BLOCK || OWNER == CLUSTER;
+
+  // The row at which the first of those owners is while this one is at `row`, at_once rows apart.
+  __device__ __forceinline__ unsigned leader(unsigned row, int at_once) const {
+    if constexpr (OWNER == GROUP) return row - threadIdx.x % WARP_SIZE / lanes * at_once;
+    if constexpr (OWNER == TEAM) return row - threadIdx.x / lanes * at_once;
+    return row;
   }
 };
+
+// The first element of a row, or 0 for a row that is none.
+template <class T>
+__device__ __forceinline__ float first_of(
+    const T* input, const Rows& input_rows, unsigned row, unsigned rows) {
+  return row < rows ? to_float(input[input_rows.start(row)]) : 0.0f;
+}
+
+// A thread's packs of a weight or a bias, or `missing` if there is none. Beyond the end are zeros.
+template <class T, int VEC, int PACKS, Owner OWNER>
+__device__ __forceinline__ void load_parameter(
+    Pack<T, VEC> (&packs)[PACKS], const T* parameter, float missing, const Seat<OWNER, VEC>& seat,
+    int width) {
+  if (parameter) {
+    parameter += seat.first;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const bool inside = seat.column(i) < width;
+      packs[i] = inside ? load<VEC>(parameter + i * seat.stride()) : Pack<T, VEC>{};
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) packs[i] = filled<T, VEC>(missing);
+  }
+}
 
 }  // namespace tilewright
