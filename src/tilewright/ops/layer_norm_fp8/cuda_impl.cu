@@ -121,12 +121,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_fp8_rows(
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
         const float from = seat.column(i) < n ? centre : 0.0f;
+        float sum = y[i][0] - from, squares = sum * sum;  // a short chain loses fewer digits
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
+        for (int j = 1; j < VEC; ++j) {
           const float d = y[i][j] - from;
-          sums[0] += d;
-          sums[1] = fmaf(d, d, sums[1]);
+          sum += d;
+          squares = fmaf(d, d, squares);
         }
+        sums[0] += sum;
+        sums[1] += squares;
       }
       row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
       const float mean = mean_of(sums[0], n, inverse);
