@@ -111,7 +111,7 @@ def random_cases(c: Context) -> Iterator[Result]:
                 break
 
 
-FAR, REDRAWS = 10**6, 20
+FAR, REDRAWS = 10**6, 60
 
 
 def _draw(c: Context, seed: int) -> tuple[Any, torch.dtype, Args]:
