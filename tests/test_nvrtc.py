@@ -285,20 +285,48 @@ def test_every_kernel_name_is_a_template_of_its_source(dtype: torch.dtype) -> No
         assert f"{kernel.split('<')[0]}(" in request.source.text
 
 
-def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
-    """What every launcher of the ops plans for rows of n columns."""
-    of_norm = layer_norm.launch(n, vec, gpu)
-    of_softmax, of_dots = (softmax.launch(n, vec, gpu, operands=k) for k in (1, 2))
-    backwards = rms_norm_backward.launch(n, vec, gpu), layer_norm_backward.launch(n, vec, gpu)
+def launches(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Launch | None]:
+    """What the launchers of the norms choose for rows of n columns."""
     return {
         "rms_norm": rms_norm.launch(n, vec, gpu),
         "add_rms_norm": rms_norm.launch(n, vec, gpu, operands=2),
-        "layer_norm": of_norm[0] if of_norm else None,
+        "layer_norm": layer_norm.launch(n, vec, gpu),
+        "rms_norm_backward": rms_norm_backward.launch(n, vec, gpu),
+        "layer_norm_backward": layer_norm_backward.launch(n, vec, gpu),
+    }
+
+
+def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
+    """What every launcher of the ops plans for rows of n columns."""
+    of_softmax, of_dots = (softmax.launch(n, vec, gpu, operands=k) for k in (1, 2))
+    of_norms = {k: v.plan if v else None for k, v in launches(vec, n, gpu).items()}
+    return of_norms | {
         "softmax": of_softmax[0] if of_softmax else None,
         "softmax_backward": of_dots[0] if of_dots else None,
-        "rms_norm_backward": backwards[0].plan if backwards[0] else None,
-        "layer_norm_backward": backwards[1].plan if backwards[1] else None,
     }
+
+
+OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "layer_norm_backward": 2}
+
+
+@pytest.mark.parametrize("sm", [75, 80, 86, 90, 100, 120])
+@pytest.mark.parametrize("vec", [1, 4, 8])
+def test_binaries_allow_for_the_blocks_that_plans_want(vec: int, sm: int) -> None:
+    gpu = pretend_gpu(sm)
+    for n in (*range(vec, 4097, vec * 7), *range(4096, 262_145, vec * 509), 262_144):
+        for name, choice in launches(vec, n, gpu).items():
+            if choice is None:
+                continue
+            assert choice.plan.threads <= choice.threads, (name, n, choice)
+            assert choice.threads * choice.blocks <= 2048
+            assert choice.fits(gpu, OPERANDS.get(name, 1), held=name == "layer_norm_backward")
+            walks = choice.stages > 0
+            assert walks or not (choice.at_once or choice.plan.cluster > 1)
+            known = [choice.at_once, choice.stages] if choice.at_once else [choice.stages]
+            assert list(choice.template[2:-2]) == (known if walks else [])
+            for count in (1, 5, 2**31 - 2**16):
+                owners = choice.grid(count) // choice.plan.cluster * choice.plan.rows
+                assert owners * (choice.at_once or 1) >= count
 
 
 @pytest.mark.parametrize("sm", [75, 80, 90, 120])
@@ -820,12 +848,13 @@ def test_how_many_blocks_run_at_a_time_is_asked(
         nvrtc.resident(source, "scale<float, 3>", cluster=cluster, **given)
 
 
-def test_a_persistent_kernel_gets_no_more_blocks_than_run_at_a_time(
+def test_a_kernel_that_walks_gets_no_more_blocks_than_run_at_a_time(
     source: nvrtc.Source, driver: FakeDriver
 ) -> None:
     a = torch.empty(3)
-    for blocks, launched in ((8, 8), (4000, 120)):  # the fake GPU holds 30 clusters of 4
-        bind_tiny(source, grid=(blocks, 1, 1), cluster=4, waves=1)(a, a)
+    # the fake GPU holds 30 clusters of 4
+    for blocks, waves, launched in ((8, 1, 8), (4000, 1, 120), (4000, 3, 360), (200, 3, 200)):
+        bind_tiny(source, grid=(blocks, 1, 1), cluster=4, waves=waves)(a, a)
         assert driver.launches.pop()[1] == launched
     bind_tiny(source, grid=(4000, 1, 1), cluster=4)(a, a)
     assert driver.launches.pop()[1] == 4000
