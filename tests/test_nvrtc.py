@@ -270,7 +270,13 @@ def test_every_kernel_of_the_ops_compiles_without_spilling(sm: int) -> None:
 def test_shapes_reach_few_kernels(dtype: torch.dtype) -> None:
     names = list(requests_of(dtype, pretend_gpu()))
     groups = ("rms_norm_rows", "rms_norm_wide", "rms_norm_backward", "add_rms_norm", "softmax_v2")
-    for prefix in (*groups, "layer_norm_rows", "layer_norm_backward", "softmax_backward"):
+    for prefix in (
+        *groups,
+        "layer_norm_rows",
+        "layer_norm_wide",
+        "layer_norm_backward",
+        "softmax_backward",
+    ):
         per_output: dict[str, int] = {}
         for name in names:
             if name.startswith(prefix):
@@ -292,6 +298,7 @@ def launches(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Launch | None]:
         "add_rms_norm": rms_norm.launch(n, vec, gpu, operands=2),
         "layer_norm": layer_norm.launch(n, vec, gpu),
         "rms_norm_backward": rms_norm_backward.launch(n, vec, gpu),
+        "add_rms_norm_backward": rms_norm_backward.launch(n, vec, gpu, operands=3),
         "layer_norm_backward": layer_norm_backward.launch(n, vec, gpu),
     }
 
@@ -306,10 +313,13 @@ def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
     }
 
 
-OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "layer_norm_backward": 2}
+OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 3,
+            "layer_norm_backward": 2}  # fmt: skip
+VALUES = {"layer_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 2,
+          "layer_norm_backward": 4}  # fmt: skip
 
 
-@pytest.mark.parametrize("sm", [75, 80, 86, 90, 100, 120])
+@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("vec", [1, 4, 8])
 def test_binaries_allow_for_the_blocks_that_plans_want(vec: int, sm: int) -> None:
     gpu = pretend_gpu(sm)
@@ -319,7 +329,8 @@ def test_binaries_allow_for_the_blocks_that_plans_want(vec: int, sm: int) -> Non
                 continue
             assert choice.plan.threads <= choice.threads, (name, n, choice)
             assert choice.threads * choice.blocks <= 2048
-            assert choice.fits(gpu, OPERANDS.get(name, 1), held=name == "layer_norm_backward")
+            held = int(name == "layer_norm_backward")
+            assert choice.fits(gpu, OPERANDS.get(name, 1), VALUES.get(name, 1), held)
             walks = choice.stages > 0
             assert walks or not (choice.at_once or choice.plan.cluster > 1)
             known = [choice.at_once, choice.stages] if choice.at_once else [choice.stages]
@@ -365,12 +376,39 @@ def test_clusters_hold_what_no_block_does_and_only_where_there_are_some() -> Non
     assert "element by element" in str(softmax.refuses(pretend_gpu(90), meta(4, 65_537)))
 
 
-@pytest.mark.parametrize("sm", [90, 120])
-def test_no_length_between_blocks_and_clusters_is_left_out(sm: int) -> None:
+@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("vec", [4, 8])
+def test_no_length_below_the_longest_is_left_out(vec: int, sm: int) -> None:
     gpu = pretend_gpu(sm)
-    for n in range(8, 16_384, 8):
-        assert rms_norm_backward.launch(n, 8, gpu, operands=3), n
-        assert layer_norm_backward.launch(n, 8, gpu), n
+    longest: dict[str, int] = {}
+    lengths = sorted({*range(vec, 16_385, vec), *range(16_384, 262_145, 32 * vec)}, reverse=True)
+    for n in lengths:
+        for name, choice in launches(vec, n, gpu).items():
+            assert choice or name not in longest, (name, n, longest)
+            if choice:
+                longest.setdefault(name, n)
+    assert min(longest.values()) >= 384 * vec
+    if sm in (86, 89):  # a hidden size that models have
+        assert longest["rms_norm_backward"] >= 1024 * vec
+    if sm == 90:
+        assert longest["rms_norm"] == longest["layer_norm"] == 262_144
+
+
+def test_rows_that_registers_hold_do_not_walk() -> None:
+    for n in range(8, 8193, 8):
+        for choice in (
+            layer_norm.launch(n, 8, pretend_gpu(90)),
+            rms_norm.launch(n, 8, pretend_gpu(90)),
+        ):
+            assert choice and not choice.stages, n
+
+
+def test_the_planned_exchange_is_the_one_that_kernels_compile_to() -> None:
+    text = (nvrtc.INCLUDE / "tilewright" / "reduce.cuh").read_text("utf-8")
+    assert "float warps[2][MAX_WARPS * VALUES];" in text
+    assert "float blocks[2][MAX_CLUSTER * VALUES];" in text
+    assert "Signal signals[2];" in text
+    assert [cuda_rows.exchange_bytes(k) for k in (1, 2, 4, 8)] == [512, 896, 1664, 3200]
 
 
 def meta(*shape: int) -> torch.Tensor:

@@ -27,6 +27,12 @@ CASES = (
         for scaling in fp8.SCALINGS
         for form in fp8.FORMATS
     ),
+    # whole packs of 16 bytes, next to where a plan changes; rows of a group that are none
+    *(
+        Case(f"packs-{n}", {"shape": (5, n), "scaling": fp8.SCALINGS[i % 3]})
+        for i, n in enumerate((8, 24, 136, 520, 1032, 2056, 4104, 16_392, 32_776))
+    ),
+    *(Case(f"eps-zero-{s}", {"shape": (5, 248), "eps": 0.0, "scaling": s}) for s in fp8.SCALINGS),
     # more rows than an H200 has programs
     Case("walk-h200", {"shape": (40_000, 48)}),
     Case("walk-h200-group", {"shape": (33_000, 1100), "scaling": "group"}),

@@ -15,8 +15,10 @@ WARP = 32
 GROUP_THREADS = 128  # of a block whose rows belong to groups of lanes
 MAX_CLUSTER = 16  # blocks; more than 8 only where PORTABLE_CLUSTER is not the limit
 PORTABLE_CLUSTER = 8
-STATIC_SHARED = 4096  # what the kernels' own exchange takes, rounded up
 PACK_BYTES = 16
+MAX_WARPS = 32  # of a block
+LINE = 128  # bytes
+WIDEST = 262_144  # columns that the kernels are meant for; no binary of longer ones is tested
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,12 @@ class Launch:
         travels = self.plan.vec > 1
         return self.plan.shared(operands * (self.at_once or 1), self.stages) if travels else 0
 
-    def fits(self, gpu: Gpu, operands: int, held: int = 0) -> bool:
-        """Whether a block of this GPU has the shared memory for it, and for `held` rows besides."""
-        room = gpu.shared_per_block - STATIC_SHARED
+    def fits(self, gpu: Gpu, operands: int, values: int, held: int = 0) -> bool:
+        """Whether a block of this GPU has the shared memory for it.
+
+        `values` of each row are reduced together; `held` rows stay there besides those under way.
+        """
+        room = gpu.shared_per_block - exchange_bytes(values * (self.at_once or 1))
         return self.shared(operands) + self.plan.shared(held) <= room
 
 
@@ -129,8 +134,13 @@ def largest_cluster(gpu: Gpu) -> int:
 
 def fits(plan: Plan | None, gpu: Gpu, operands: int, stages: int = 1) -> Plan | None:
     """The plan, if a block of this GPU has the shared memory for it."""
-    room = gpu.shared_per_block - STATIC_SHARED
+    room = gpu.shared_per_block - exchange_bytes(1)
     return plan if plan is not None and plan.shared(operands, stages) <= room else None
+
+
+def exchange_bytes(values: int) -> int:
+    """Of `Exchange` in reduce.cuh, for as many values as are reduced together, in whole lines."""
+    return LINE * ceil(4 * values * 2 * (MAX_WARPS + MAX_CLUSTER) + 16, LINE)
 
 
 def too_wide(n: int, vec: int, gpu: Gpu) -> str:

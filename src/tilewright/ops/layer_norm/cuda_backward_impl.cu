@@ -105,16 +105,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
         }
       }
       row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
-      bool far = false;
+      again = false;
 #pragma unroll
       for (int r = 0; r < AT_ONCE; ++r) {
-        far |= Moments(centre[r], sums[4 * r], sums[4 * r + 1], n).template far<T>();
+        const Moments found(centre[r], sums[4 * r], sums[4 * r + 1], n);
+        if (pass > 0 || !found.template far<T>()) continue;  // whoever is not keeps its bits
+        again = true;
+        centre[r] += found.rest;
       }
-      again = pass == 0 && (OWNER == GROUP ? __any_sync(FULL_WARP, far) : far);
-      if (again) {
-#pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) centre[r] += sums[4 * r] * inverse;
-      }
+      if (OWNER == GROUP) again = __any_sync(FULL_WARP, again);  // shuffles want the whole warp
     }
     float shift[AT_ONCE], rstd[AT_ONCE], g_mean[AT_ONCE], along[AT_ONCE];
 #pragma unroll

@@ -44,7 +44,7 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
         Launch(alone, 384, 1, stages=2, at_once=1) if alone else None,
         Launch(several, 256, 1, stages=2, at_once=1) if several else None,
     )
-    return next((each for each in choices if each and each.fits(gpu, 2, held=1)), None)
+    return next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)
 
 
 def refuses(

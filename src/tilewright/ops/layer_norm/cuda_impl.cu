@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_rows(
   load_parameter(w, weight, 1.0f, seat, width);
   load_parameter(b, bias, 0.0f, seat, width);
 
-  Moments found(first_of(input, input_rows, seat.row, rows), 0.0f, 0.0f, n);
+  float centre = first_of(input, input_rows, seat.row, rows);
+  Moments found(centre, 0.0f, 0.0f, n);
   bool again = true;
 #pragma unroll 1
   for (int turn = 0; turn < 2 && again; ++turn) {
-    const float centre = found.centre + found.rest;
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_rows(
     row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn);
     found = Moments(centre, sums[0], sums[1], n);
     again = found.far<T>();
+    if (again) centre += found.rest;  // others of the warp keep theirs, and their bits
     if (OWNER == GROUP) again = __any_sync(FULL_WARP, again);  // shuffles want the whole warp
   }
   const Statistics row(found, eps);

@@ -2,10 +2,10 @@
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
 and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns, are held
-in the shared memory of a persistent block or, beyond 16,384 half or 8,192 float columns, of a
-cluster of blocks (SM 90), while the next rows travel there. Limits: float32, float16, bfloat16;
-weight and bias of the input's dtype; 4,096 columns without 16-byte loads; at most nine binaries
-per dtype.
+in the shared memory of a block (SM 80) or, beyond 16,384 half or 8,192 float columns, of a cluster
+of blocks (SM 90) that walks down them, while the next rows travel there; fewer fit where a block
+has less shared memory or a cluster fewer blocks. Limits: float32, float16, bfloat16; weight and
+bias of the input's dtype; 4,096 columns without 16-byte loads; at most nine binaries per dtype.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     registers for with 64 each; three packs a thread where four would leave many without work, for
     there are lengths that only three fit (measured on an H200, 2026-11).
     """
+    if n > cuda_rows.WIDEST:
+        return None
     if vec == 1:
         plan = cuda_rows.group(n, 1, 4)
         if plan:
@@ -41,8 +43,9 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     plan = cuda_rows.group(n, vec, 4)
     if plan:
         return Launch(plan, cuda_rows.GROUP_THREADS, 7 if gpu.sm < 100 else 6)
-    fits_three = n % (3 * vec * cuda_rows.WARP) == 0 and n % (4 * vec * cuda_rows.WARP)
-    plan = cuda_rows.block(n, vec, 3 if fits_three else 4, 256)
+    three, four = 3 * vec * cuda_rows.WARP, 4 * vec * cuda_rows.WARP  # columns of a warp
+    plan = cuda_rows.block(n, vec, 3, 256) if n % three == 0 and n % four else None
+    plan = plan or cuda_rows.block(n, vec, 4, 256)
     # floats and newer SMs take a register more, which would be spilled
     return Launch(plan, 256, 4 if gpu.sm < 100 and vec == 8 else 3) if plan else wide(n, vec, gpu)
 
@@ -66,7 +69,7 @@ def wide(n: int, vec: int, gpu: Gpu) -> Launch | None:
         Launch(several, threads, 512 // threads, stages=2, waves=waves) if several else None,
         Launch(largest, 512, 1, stages=2) if largest else None,
     )
-    return next((each for each in choices if each and each.fits(gpu, 1)), None)
+    return next((each for each in choices if each and each.fits(gpu, 1, 2)), None)
 
 
 def refuses(

@@ -125,6 +125,8 @@ def inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: torch.
     """`mean` counts in deviations, of which `scale` is one."""
     shape = dims["shape"]
     x = ((normal(shape, rng) + dims.get("mean", 0.0)) * dims.get("scale", 1.0)).to(dtype)
+    if "first" in dims:
+        x[..., 0] = dims["first"]
     kind = dims.get("weight_dtype") or dtype
     weight, bias = (
         normal(shape[-1:], rng).to(kind).to(device) if dims.get(name, True) else None
@@ -246,6 +248,8 @@ CASES = (
     Case("far-mean-odd", {"shape": (40, 1000 - 1), **FAR}),
     Case("far-mean-loop", {"shape": (5, 9001), **FAR}),
     Case("far-mean-below", {"shape": (7, 4096), "mean": -1000.0, "scale": 0.01}),
+    # an outlier where kernels take their centre
+    *(Case(f"first-{n}", {"shape": (3, n), "first": 30_000.0}) for n in (48, 2048, 16384, 65536)),
     Case("many-rows", {"shape": (9000, 48)}),  # more tiles than an H200 keeps resident
     Case("wide-walk", {"shape": (20, 33_000)}),  # more rows than the interpreter's SMs
     Case("wide-walk-h200", {"shape": (140, 33_000)}),

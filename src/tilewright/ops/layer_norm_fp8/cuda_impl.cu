@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_fp8_rows(
       return RowMoments{mean, mean_of(sums[1], n, inverse) - mean * mean};
     };
     auto [mean, variance] = moments(0.0f);
-    const bool far = sizeof(T) == 4 || mean * mean > FAR * variance;
+    const bool far = sizeof(T) == 4 || !(mean * mean <= FAR * variance);  // overflow is far
     if (OWNER == GROUP ? __any_sync(FULL_WARP, far) : far) {
       const RowMoments again = moments(mean);
       if (far) mean += again.mean, variance = again.variance;  // not for the neighbours' sake

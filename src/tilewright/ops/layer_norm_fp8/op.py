@@ -150,12 +150,15 @@ def tolerance(
     sums do at worst, and its root by half of that.
     """
     y = reference.unrounded(input, weight, bias, eps)
-    mean, first = input.mean(-1, keepdim=True), input[..., :1]
+    mean, first = input.mean(-1, keepdim=True), input[..., :8]
     centred = input - mean
     variance = centred.pow(2).mean(-1, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
     path = sum_path(max(input.shape[-1], 2))
-    apart = (input - first).abs().mean(-1, keepdim=True) * rstd
+    # from the first element, or from the mean of a few: what kernels centre on
+    centres = [first[..., :k].mean(-1, keepdim=True) for k in (1, 2, 4, 8)]
+    far = [(input - centre).abs().mean(-1, keepdim=True) for centre in centres]
+    apart = torch.stack(far).amax(0) * rstd
     loss = 3.0 if rounding.u_in > rounding.u32 else 1.0
     error = (path + 8) * fp8.U32 * ((centred * rstd).abs() * loss + 1 + apart)
     factor = 1.0 if weight is None else weight.abs()
@@ -190,6 +193,7 @@ CASES = (
             **PEAK,
         },
     ),
+    *(Case(f"far-mean-packs-{s}", {"shape": (7, 1000), **FAR, "scaling": s}) for s in fp8.SCALINGS),
     *fp8_norms.CASES,
 )
 

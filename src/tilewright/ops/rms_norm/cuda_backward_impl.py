@@ -37,7 +37,7 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
         plan = cuda_rows.teams(n, vec, 2, most)
         if plan:
             choice = Launch(plan, 512, 1, stages=2 if plan.owner == "TEAM" else 3, at_once=1)
-            if choice.fits(gpu, operands):
+            if choice.fits(gpu, operands, 2):
                 return choice
     four = cuda_rows.cluster(n, vec, 2, 256, 256, gpu)
     several = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
@@ -46,9 +46,11 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
     choices = (
         Launch(four, 256, 2, stages=2, at_once=pair) if four and four.cluster <= 4 else None,
         Launch(several, 256, 1, stages=2, at_once=2) if several else None,
+        Launch(several, 256, 1, stages=2, at_once=1) if several else None,  # less shared memory
+        Launch(several, 256, 1, stages=1, at_once=1) if several else None,
         Launch(largest, 512, 1, stages=2, at_once=1) if largest else None,
     )
-    return next((each for each in choices if each and each.fits(gpu, operands)), None)
+    return next((each for each in choices if each and each.fits(gpu, operands, 2)), None)
 
 
 def refuses(

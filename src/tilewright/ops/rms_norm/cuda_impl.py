@@ -1,7 +1,7 @@
 """RMSNorm and RMSNorm of a residual sum in CUDA C++ (device code: cuda_impl.cu).
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
-and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (131,072
+and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (212,992
 floats with a residual), belong to a cluster of blocks (SM 90) that takes them from shared memory,
 where the next rows travel meanwhile; fewer fit where a block has less shared memory. Limits:
 float32, float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or 8,192
@@ -34,6 +34,8 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Launch | None:
     Few packs a thread leave an SM more blocks, many leave it fewer instructions; the binaries allow
     for as many blocks as the packs need to be on their way (measured on an H200, 2026-11).
     """
+    if n > cuda_rows.WIDEST:
+        return None
     if vec == 1:
         plan = cuda_rows.group(n, 1, 4)
         if plan:
@@ -64,7 +66,7 @@ def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Launch | None:
         Launch(large, 512, 1, stages=2, at_once=1) if large else None,
         Launch(largest, 512, 1, stages=2, at_once=1) if largest else None,
     )
-    return next((each for each in choices if each and each.fits(gpu, operands)), None)
+    return next((each for each in choices if each and each.fits(gpu, operands, 1)), None)
 
 
 def refuses(gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:

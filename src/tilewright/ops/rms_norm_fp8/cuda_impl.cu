@@ -2,7 +2,7 @@
 //
 // rms_norm_fp8_rows   persistent groups of lanes, blocks or clusters walk down the rows. The next
 //                     rows travel through a ring; a row leaves it once, as floats, and stays in
-//                     registers until it is fp8. The weight stays there too, as loaded.
+//                     registers until it is fp8. The weight stays in shared memory.
 // rms_norm_fp8_again  the second pass of one scale for the whole tensor: the first one has stored
 //                     each row's rstd and the largest magnitude; this one quantises.
 //

@@ -16,8 +16,9 @@ struct Moments {
 
   // How far apart, in squared deviations, first element and mean may be: sums of squares lose a
   // digit for every factor of two. Halves keep eleven digits at most, of twenty-four.
+  // Squares that overflow are far.
   template <class T> __device__ __forceinline__ bool far() const {
-    return sizeof(T) == 4 || rest * rest > 8.0f * variance;
+    return sizeof(T) == 4 || !(rest * rest <= 8.0f * variance);
   }
 };
 
