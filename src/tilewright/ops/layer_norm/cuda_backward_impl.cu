@@ -4,8 +4,8 @@
 // time. The next rows travel through a ring while these are reduced, and rows that are reduced
 // together share barriers and shuffles; each thread owns the same columns of every row, so the
 // gradients of weight and bias stay in its registers until the end. Moments are taken around the
-// first element, and again around the mean where that would cost digits (moments.cuh). Bytes per element of T: 2 read, 1 written, and once per block
-// or cluster two rows of float partials.
+// first element, and again around the mean where that would cost digits (moments.cuh). Bytes per
+// element of T: 2 read, 1 written, and once per block or cluster two rows of float partials.
 //
 // With g = grad * weight and xhat = (x - mean) * rstd:
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); the weight's gradient is the sum over rows of
@@ -21,7 +21,8 @@
 
 using namespace tilewright;
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
+          int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
     const T* __restrict__ input, const T* __restrict__ weight, Rows grad_rows, Rows input_rows,

@@ -17,7 +17,8 @@
 
 using namespace tilewright;
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
+          int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_backward(
     T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
     const T* __restrict__ grad_residual, const T* __restrict__ input, const T* __restrict__ weight,

@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_rows(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, rows, n, group, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
+          int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_wide(
     T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight,
     Rows input_rows, unsigned rows, int n, Options options) {
@@ -196,7 +197,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm_rows(
       out, sum, input, residual, weight, input_rows, residual_rows, rows, n, group, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS, int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
+          int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm_wide(
     T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input,
     const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,

@@ -121,7 +121,8 @@ template <bool WHOLE_BLOCK> __device__ __forceinline__ void barrier(int lanes) {
 
 // `value` and the result are as join_parts leaves them.
 template <class Op, int K, int VALUES>
-__device__ __forceinline__ float cluster_reduce(float value, Exchange<VALUES>& exchange, unsigned turn) {
+__device__ __forceinline__ float cluster_reduce(
+    float value, Exchange<VALUES>& exchange, unsigned turn) {
   float* blocks = exchange.blocks[turn % 2];
   Signal& signal = exchange.signals[turn % 2];
   const unsigned size = cluster_size();
