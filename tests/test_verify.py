@@ -58,6 +58,16 @@ def test_500_random_cases_forward_and_backward(op: str, tmp_path: Path) -> None:
     assert all(row["worst_error_over_tolerance"] <= 1 for row in report["numerics"])
 
 
+def test_a_backend_that_refuses_every_draw_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(registry()["rms_norm"], "torch", "cpu", False, 2, 0)
+    assert all(result.passed for result in CHECKS["random"](context))
+    monkeypatch.setattr(Context, "serves", lambda *_: False)
+    results = list(CHECKS["random"](context))
+    assert [result.passed for result in results] == [False, False]
+    assert all("draws is served" in result.message for result in results)
+    assert not list(CHECKS["exact"](context))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_edge(op: str, tmp_path: Path) -> None:
     declared = registry()[op]
