@@ -28,7 +28,7 @@ from tilewright.ops.layer_norm import cuda_impl as layer_norm
 from tilewright.ops.rms_norm import cuda_backward_impl as rms_norm_backward
 from tilewright.ops.rms_norm import cuda_impl as rms_norm
 from tilewright.ops.softmax import cuda_impl as softmax
-from tilewright.toolkit import cubin_cache, cuda_launch, cuda_rows, nvrtc, recording
+from tilewright.toolkit import cubin_cache, cuda_launch, nvrtc, recording
 
 SMS = (75, 80, 86, 89, 90, 100, 120)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -289,130 +289,6 @@ def test_shapes_reach_few_kernels(dtype: torch.dtype) -> None:
 def test_every_kernel_name_is_a_template_of_its_source(dtype: torch.dtype) -> None:
     for kernel, request in requests_of(dtype, pretend_gpu()).items():
         assert f"{kernel.split('<')[0]}(" in request.source.text
-
-
-def launches(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Launch | None]:
-    """What the launchers of the norms choose for rows of n columns."""
-    return {
-        "rms_norm": rms_norm.launch(n, vec, gpu),
-        "add_rms_norm": rms_norm.launch(n, vec, gpu, operands=2),
-        "layer_norm": layer_norm.launch(n, vec, gpu),
-        "rms_norm_backward": rms_norm_backward.launch(n, vec, gpu),
-        "add_rms_norm_backward": rms_norm_backward.launch(n, vec, gpu, operands=3),
-        "layer_norm_backward": layer_norm_backward.launch(n, vec, gpu),
-    }
-
-
-def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
-    """What every launcher of the ops plans for rows of n columns."""
-    of_softmax, of_dots = (softmax.launch(n, vec, gpu, operands=k) for k in (1, 2))
-    of_norms = {k: v.plan if v else None for k, v in launches(vec, n, gpu).items()}
-    return of_norms | {
-        "softmax": of_softmax[0] if of_softmax else None,
-        "softmax_backward": of_dots[0] if of_dots else None,
-    }
-
-
-OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 3,
-            "layer_norm_backward": 2}  # fmt: skip
-VALUES = {"layer_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 2,
-          "layer_norm_backward": 4}  # fmt: skip
-
-
-@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("vec", [1, 4, 8])
-def test_binaries_allow_for_the_blocks_that_plans_want(vec: int, sm: int) -> None:
-    gpu = pretend_gpu(sm)
-    for n in (*range(vec, 4097, vec * 7), *range(4096, 262_145, vec * 509), 262_144):
-        for name, choice in launches(vec, n, gpu).items():
-            if choice is None:
-                continue
-            assert choice.plan.threads <= choice.threads, (name, n, choice)
-            assert choice.threads * choice.blocks <= 2048
-            held = int(name == "layer_norm_backward")
-            assert choice.fits(gpu, OPERANDS.get(name, 1), VALUES.get(name, 1), held)
-            walks = choice.stages > 0
-            assert walks or not (choice.at_once or choice.plan.cluster > 1)
-            known = [choice.at_once, choice.stages] if choice.at_once else [choice.stages]
-            assert list(choice.template[2:-2]) == (known if walks else [])
-            for count in (1, 5, 2**31 - 2**16):
-                owners = choice.grid(count) // choice.plan.cluster * choice.plan.rows
-                assert owners * (choice.at_once or 1) >= count
-
-
-@pytest.mark.parametrize("sm", [75, 80, 90, 120])
-@pytest.mark.parametrize("vec", [1, 4, 8])
-def test_plans_cover_the_rows(vec: int, sm: int) -> None:
-    gpu = pretend_gpu(sm)
-    for n in range(vec, 262_145, vec * 61):
-        for name, plan in plans(vec, n, gpu).items():
-            if plan is None:
-                assert n > 1536, (name, n)  # whoever cannot hold a row can hold a short one
-                continue
-            held = plan.packs * plan.lanes * plan.cluster * vec
-            assert held >= n, (name, n, plan)
-            assert plan.threads % 32 == 0 and plan.threads <= 1024
-            assert plan.threads % plan.lanes == 0
-            if plan.owner == "GROUP":
-                assert 32 % plan.lanes == 0
-            elif plan.owner == "TEAM":
-                assert plan.lanes % 32 == 0 and 1 < plan.rows <= 15
-            else:
-                assert plan.lanes == plan.threads
-            assert (plan.cluster > 1) == (plan.owner == "CLUSTER")
-            assert plan.cluster <= cuda_rows.largest_cluster(gpu)
-            for count in (1, 5, 2**31 - 2**16):
-                assert plan.grid(count) // plan.cluster * plan.rows >= count
-
-
-def test_clusters_hold_what_no_block_does_and_only_where_there_are_some() -> None:
-    for name, plan in plans(8, 65_536, pretend_gpu(90)).items():
-        assert plan and plan.owner == "CLUSTER", name
-    for name, plan in plans(8, 65_536, pretend_gpu(80)).items():
-        assert plan is None, name
-    for name, plan in plans(4, 262_144, pretend_gpu(90)).items():
-        assert name.endswith("backward") or name == "add_rms_norm" or plan, name
-    assert "65536 columns" in str(rms_norm.refuses(pretend_gpu(80), meta(4, 65_536), None))
-    assert "element by element" in str(softmax.refuses(pretend_gpu(90), meta(4, 65_537)))
-
-
-@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("vec", [4, 8])
-def test_no_length_below_the_longest_is_left_out(vec: int, sm: int) -> None:
-    gpu = pretend_gpu(sm)
-    longest: dict[str, int] = {}
-    lengths = sorted({*range(vec, 16_385, vec), *range(16_384, 262_145, 32 * vec)}, reverse=True)
-    for n in lengths:
-        for name, choice in launches(vec, n, gpu).items():
-            assert choice or name not in longest, (name, n, longest)
-            if choice:
-                longest.setdefault(name, n)
-    assert min(longest.values()) >= 384 * vec
-    if sm in (86, 89):  # a hidden size that models have
-        assert longest["rms_norm_backward"] >= 1024 * vec
-    if sm == 90:
-        assert longest["rms_norm"] == longest["layer_norm"] == 262_144
-
-
-def test_rows_that_registers_hold_do_not_walk() -> None:
-    for n in range(8, 8193, 8):
-        for choice in (
-            layer_norm.launch(n, 8, pretend_gpu(90)),
-            rms_norm.launch(n, 8, pretend_gpu(90)),
-        ):
-            assert choice and not choice.stages, n
-
-
-def test_the_planned_exchange_is_the_one_that_kernels_compile_to() -> None:
-    text = (nvrtc.INCLUDE / "tilewright" / "reduce.cuh").read_text("utf-8")
-    assert "float warps[2][MAX_WARPS * VALUES];" in text
-    assert "float blocks[2][MAX_CLUSTER * VALUES];" in text
-    assert "Signal signals[2];" in text
-    assert [cuda_rows.exchange_bytes(k) for k in (1, 2, 4, 8)] == [512, 896, 1664, 3200]
-
-
-def meta(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
 def test_empty_inputs_need_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     """For rows of n columns, `vec` elements to a load; None: no block holds them.
 
     Its arithmetic takes as long as its traffic: rows in registers, as many threads as an SM has
-    registers for with 64 each; three packs a thread where four would leave many without work, for
-    there are lengths that only three fit (measured on an H200, 2026-11).
+    registers for with 64 each; three packs a thread for lengths that three fill and four do not
+    (measured on an H200, 2026-11).
     """
     if n > cuda_rows.WIDEST:
         return None
