@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -392,6 +393,43 @@ def test_one_seed_gives_one_result(tmp_path: Path) -> None:
         words = ("softmax", "--only", "random", "--seed", "41", "--cases", "2")
         reports.append(verify(*words, folder=tmp_path / name)[1])
     assert reports[0]["numerics"] == reports[1]["numerics"] != []
+
+
+def test_the_language_is_patched_once_in_a_launch_and_to_the_same_effect() -> None:
+    script = (
+        "from contextlib import nullcontext\n"
+        "from triton.runtime import interpreter\n"
+        "from tilewright.ops import registry\n"
+        "from tilewright.verify import CHECKS, Context\n"
+        "from tilewright.verify.interpreter import language_patched_once\n"
+        "calls = {'_patch_lang': 0, 'GridExecutor': 0}\n"
+        "def counted(name):\n"
+        "    call = getattr(interpreter, name)\n"
+        "    def count(*args):\n"
+        "        calls[name] += 1\n"
+        "        return call(*args)\n"
+        "    setattr(interpreter, name, count)\n"
+        "    return count\n"
+        "plain, _ = map(counted, calls)\n"
+        "for quick in (language_patched_once, nullcontext, language_patched_once):\n"
+        "    calls.update(dict.fromkeys(calls, 0))\n"
+        "    with quick():\n"
+        "        context = Context(registry()['layer_norm'], 'triton', 'cpu', False, 4, 0)\n"
+        "        results = [r.as_dict() for r in CHECKS['random'](context)]\n"
+        "    assert interpreter._patch_lang is plain\n"
+        "    print([*calls.values(), results])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    runs = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    assert len(runs) == 3, done.stderr[-1000:]
+    (first, launches, results), (again, _, as_ever), (last, _, once_more) = runs
+    # Triton never takes back what a helper of its own library replaced: nothing is left to replace
+    assert launches == last <= first <= launches + 1
+    assert again > 3 * launches
+    assert results == as_ever == once_more
+    assert len(results) == 8
 
 
 def test_touch_runs_a_binary_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tilewright.errors import InputError
 from tilewright.ops import registry
 from tilewright.verify.checks import CHECKS, Context
 from tilewright.verify.compare import Verdict
+from tilewright.verify.interpreter import language_patched_once
 from tilewright.verify.record import Result
 
 # random cases per op and backend: (quick, full)
@@ -105,7 +107,8 @@ def run_step(step: tuple[str, Context], *, fail_fast: bool = False) -> list[Resu
     check, context = step
     # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold
     results: list[Result] = []
-    with np.errstate(all="ignore"):
+    quick = language_patched_once() if context.interpreted else nullcontext()
+    with np.errstate(all="ignore"), quick:
         try:
             for result in CHECKS[check](context):
                 results.append(result)  # what came before an exception counts
