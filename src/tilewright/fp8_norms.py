@@ -12,7 +12,8 @@ from tilewright.errors import DTypeError, InputError
 from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens
 from tilewright.spec import BadInput, Case
 
-PEAK = {"bad": 1000.0}  # the largest magnitude, in a tile that is not the last of its program
+# the largest magnitude, in a tile that is not the last of its program
+PEAK = {"bad": 1000.0, "bad_row": 0}
 _BAD = {"zero-row": 0.0, "nan": math.nan, "inf": math.inf}
 
 CASES = (
