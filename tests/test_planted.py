@@ -14,6 +14,8 @@ import pytest
 
 from planted import PLANTED, Checks, Planted
 from tilewright.ops import registry
+from tilewright.verify import Context
+from tilewright.verify.checks import edge_cases
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilewright"
 # Of the same commands on the kernels as they are, test_verify runs every one, with these seeds and
@@ -68,3 +70,6 @@ def test_planted_bugs_are_many_and_distinct() -> None:
     assert set(SETS) == {bug.checks.op for bug in PLANTED} == set(registry())
     for bug in PLANTED:
         assert bug.checks.seed + bug.checks.cases <= 500  # what test_verify runs
+        if bug.checks.case:  # what it runs as well: a quick run leaves out some
+            quick = Context(registry()[bug.checks.op], "triton", "cpu", False, 1, 0)
+            assert bug.checks.case in [case.name for case in edge_cases(quick)]

@@ -18,7 +18,7 @@ import torch
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Op, Rounding
 from tilewright.verify import CHECKS, Context, Result, compare, layouts, plan
-from tilewright.verify.checks import BASE, _relaid
+from tilewright.verify.checks import BASE, _relaid, edge_cases
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
 from tilewright.verify.summary import summarise
 
@@ -106,6 +106,16 @@ def test_every_check_is_planned_once_per_backend() -> None:
     on_gpu = {(c.op.name, c.backend) for _, c in plan(device="cuda", cases=1)}
     assert on_gpu > {("softmax", "cuda_v1"), ("softmax", "cuda_v2"), ("rms_norm", "cuda")}
     assert not any(backend == "torch" for _, backend in on_gpu)
+
+
+def test_a_case_alone(tmp_path: Path) -> None:
+    """One that a quick run leaves out as well: what failed in a full run is run again so."""
+    code, report = verify("rms_norm", "--case", "wide-odd", folder=tmp_path)
+    assert (code, sum(row["run"] for row in report["checks"])) == (0, 2 * len(FLOATS))
+    named = Result("relu", "cases", "triton", "one-dim", "float32", "forward", False, seed=3)
+    assert "--only cases --backend triton --case one-dim --seed 3" in named.repro("cpu")
+    ((check, context),) = plan(["relu"], case="one-dim", seed=3)
+    assert (check, [case.name for case in edge_cases(context)]) == ("cases", ["one-dim"])
 
 
 def test_the_plan_covers_every_seed_once() -> None:

@@ -97,6 +97,7 @@ def verify(
         bool, typer.Option("--full/--quick", help="Random cases: 500 or 40; on a GPU 5,000 or 200.")
     ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
+    case: Annotated[str, typer.Option(help="Only this declared edge case: widest.")] = "",
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     cases: Annotated[
         int | None, typer.Option(min=1, help="Random cases per op and backend.")
@@ -124,7 +125,7 @@ def verify(
     steps = or_exit(
         lambda: plan(
             ops or (), device=device, full=full, only=only or (), backend=backend, cases=cases,
-            seed=seed,
+            seed=seed, case=case,
         )
     )  # fmt: skip
     names = sorted({b for op in ops or registry() for b in backends_on(op, device)})

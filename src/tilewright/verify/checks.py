@@ -36,10 +36,11 @@ class Context:
     full: bool
     cases: int  # random cases
     seed: int
+    case: str = ""  # this edge case alone
 
-    def by_name(self) -> tuple[str, str, str, bool, int, int]:
+    def by_name(self) -> tuple[str, str, str, bool, int, int, str]:
         """The fields, with the op's name for the op."""
-        return self.op.name, self.backend, self.device, self.full, self.cases, self.seed
+        return self.op.name, self.backend, self.device, self.full, self.cases, self.seed, self.case
 
     @property
     def interpreted(self) -> bool:
@@ -84,14 +85,14 @@ def _both(c: Context, check: str, case: str, dtype: Any, args: Args, seed: int) 
 
 def cases(c: Context) -> Iterator[Result]:
     """Every edge case the op declares, in every dtype."""
-    for case, dtype in itertools.product(_edge_cases(c), FLOATS):
+    for case, dtype in itertools.product(edge_cases(c), FLOATS):
         args = c.inputs(case.dims, dtype, c.seed)
         yield from _both(c, "cases", case.name, dtype, args, c.seed)
 
 
-def _edge_cases(c: Context) -> list[Case]:
-    edge = [case for case in c.op.cases if case.group == "edge"]
-    if c.full or c.device == "cuda":
+def edge_cases(c: Context) -> list[Case]:
+    edge = [case for case in c.op.cases if case.group == "edge" and c.case in ("", case.name)]
+    if c.full or c.case or c.device == "cuda":
         return edge
     # a quick run on a CPU keeps the sizes around the tile borders and the first wide one
     wide = [case for case in edge if max(case.dims["shape"]) > 32_768]

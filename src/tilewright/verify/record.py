@@ -25,6 +25,8 @@ class Result:
         """The command that runs this one case again."""
         words = ["tilewright", "verify", self.op, "--device", device, "--only", self.check]
         words += ["--backend", self.backend]
+        if self.check == "cases":
+            words += ["--case", self.case]
         if self.seed is not None:
             words += ["--seed", str(self.seed), "--cases", "1"]
         return shlex.join(words)

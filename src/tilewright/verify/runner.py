@@ -47,19 +47,25 @@ def plan(
     backend: str | None = None,
     cases: int | None = None,
     seed: int = 0,
+    case: str = "",
 ) -> list[tuple[str, Context]]:
-    """(check, context) for every check to run."""
+    """(check, context) for every check to run; with a `case`, that edge case and nothing else."""
     for name in ops:
         _known(name, registry(), "op")
     for name in only:
         _known(name, CHECKS, "--only")
+    if case:
+        declared = [c for op in ops or registry() for c in registry()[op].cases]
+        names = dict.fromkeys(c.name for c in declared if c.group == "edge")
+        _known(case, names, "--case")
+        only = ["cases"]
     count = cases if cases is not None else RANDOM[device][full]
     steps = []
     for name in ops or registry():
         op = registry()[name]
-        names = [b for b in backends_on(name, device) if backend in (None, b)]
-        for i, b in enumerate(names):
-            context = Context(op, b, device, full, count, seed)
+        served_by = [b for b in backends_on(name, device) if backend in (None, b)]
+        for i, b in enumerate(served_by):
+            context = Context(op, b, device, full, count, seed, case)
             for check in CHECKS:
                 if (only and check not in only) or (i and check in ONCE_PER_OP):
                     continue
