@@ -458,7 +458,8 @@ def interpreter() -> Gpu:
 
     It is an H200, so that a run on a CPU walks through the choices that an H200 takes: a test that
     passes there has covered the path that is timed here. It has 17 SMs only, so that programs which
-    walk over the rows have several tiles to walk over with inputs that a CPU can afford.
+    walk over the rows have several tiles to walk over with inputs that a CPU can afford; and not
+    fewer, because two programs for each leave more partials than one step of their sum takes, 32.
     """
     name = "Triton's interpreter (with the launch choices of an H200)"
     return replace(pretend("h200"), name=name, sm_count=17)
