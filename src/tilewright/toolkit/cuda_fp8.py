@@ -5,7 +5,7 @@ parameters are too, once for all owners of a block: groups of lanes (short rows)
 beyond one block, clusters. One scale for the whole tensor takes a second kernel, which reads the
 rows again. Limits: loads of 16 bytes; in a block as many columns as its shared memory holds once
 for each parameter and once for a row under way, and at most 32,768 halves or 16,384 floats; eight
-or sixteen times half of that where there are clusters.
+or sixteen times that where there are clusters, up to 262,144.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ FORMAT_NAMES = {"e4m3": "E4M3", "e5m2": "E5M2"}
 SCALING_NAMES = {"row": "PER_ROW", "group": "PER_GROUP", "tensor": "PER_TENSOR"}
 
 STATIC_SHARED = 1024  # what the kernels' own exchange takes, rounded up
-GROUP_PACKS = (2, 4, 6, 8)  # that a thread may hold, by who owns a row
-TEAM_PACKS = (4, 6, 8)
 STAGES = 1  # rows under way, besides the one in registers (H200, 2026-11)
 FEWEST_LANES = 8  # of a row, for whole sectors of memory
-GROUP_BLOCKS = 4  # on an SM, of cuda_rows.GROUP_THREADS
-TEAM_THREADS = 512  # of a block that has an SM for itself; more would leave too few registers
-CLUSTER_THREADS = 256  # of a block of a cluster, two to an SM: one works while the other waits
+GROUP_PACKS = {1: (2, 4, 6, 8), 2: (2, 4, 6, 7)}  # that a thread may hold, by parameters
+MANY_THREADS = 768  # of a block that has an SM for itself, with four packs each
+TEAM_THREADS = 512  # with more packs; more threads would leave too few registers
+TEAM_PACKS = (8, 6, 5)
 SECOND_ROWS, SECOND_THREADS = 8, 256  # of the second pass: packs of a thread, threads of a block
 
 
@@ -58,43 +57,46 @@ class Launch:
         return replace(self.plan, threads=unit * min(max(wanted, 1), self.plan.threads // unit))
 
 
-def effort(plan: Plan, parameters: int) -> float:
-    """Instructions for a row, in arbitrary units: what a thread does once, and for each pack.
-
-    Eight packs and two parameters leave a group few registers (fitted to an H200, 2026-11).
-    """
-    crowded = plan.owner == "GROUP" and plan.packs * parameters > 12
-    return plan.lanes * (2 * plan.packs + 5) * (1.4 if crowded else 1.0)
-
-
 def launch(n: int, vec: int, gpu: Gpu, scaling: str, parameters: int) -> Launch | None:
     """For rows of n columns in loads of 16 bytes and as many parameters, or None."""
-    least = max(FEWEST_LANES, GROUP // vec if scaling == "group" else 1)
+    if n > cuda_rows.WIDEST:
+        return None
+    plan = group(n, vec, scaling, parameters)
+    if plan:
+        blocks = 5 if plan.packs <= 4 else 4
+        return fitted(plan, cuda_rows.GROUP_THREADS, blocks, gpu, parameters)
     # with two parameters eight packs are at the edge of the registers, and beyond it on most SMs
     most = 8 if parameters < 2 or (gpu.sm == 90 and vec == 8) else 6
-    plans = []
-    for packs in GROUP_PACKS:
-        lanes = max(power_of_two(ceil(n, vec * packs)), least)
-        if lanes <= WARP and packs <= most:
-            plans.append(Plan("GROUP", vec, packs, lanes, cuda_rows.GROUP_THREADS))
-    if plans:
-        plan = min(plans, key=lambda each: effort(each, parameters))
-        return fitted(plan, cuda_rows.GROUP_THREADS, GROUP_BLOCKS, gpu, parameters)
-    for packs in TEAM_PACKS:
-        lanes = WARP * ceil(n, vec * packs * WARP)
-        if lanes <= TEAM_THREADS and packs <= most:
-            plans.append(Plan("TEAM", vec, packs, lanes, TEAM_THREADS // lanes * lanes))
-    for plan in sorted(plans, key=lambda each: effort(each, parameters)):
+    four = cuda_rows.teams(n, vec, 4, MANY_THREADS)
+    if four and scaling != "tensor" and (parameters < 2 or n % (4 * vec * WARP) == 0):
+        many = fitted(four, MANY_THREADS, 1, gpu, parameters)
+        if many and (parameters < 2 or many.plan.rows > 1):
+            return many
+    plans = [cuda_rows.teams(n, vec, packs, TEAM_THREADS) for packs in TEAM_PACKS if packs <= most]
+    for plan in sorted(filter(None, plans), key=lambda each: -each.threads):
         found = fitted(plan, TEAM_THREADS, 1, gpu, parameters)
         if found:
             return found
-    packs = 8 if parameters < 2 else 6
-    wide = cuda_rows.cluster(n, vec, packs, CLUSTER_THREADS, CLUSTER_THREADS, gpu)
-    found = fitted(wide, CLUSTER_THREADS, 2, gpu, parameters) if wide else None
-    if found:
-        return found
-    wide = cuda_rows.cluster(n, vec, 4, TEAM_THREADS, TEAM_THREADS, gpu)
-    return fitted(wide, TEAM_THREADS, 1, gpu, parameters) if wide else None
+    for threads in (TEAM_THREADS, TEAM_THREADS // 2):  # half of them where shared memory is scarce
+        wide = cuda_rows.cluster(n, vec, most, threads, threads, gpu)
+        found = fitted(wide, threads, 1, gpu, parameters) if wide else None
+        if found:
+            return found
+    return None
+
+
+def group(n: int, vec: int, scaling: str, parameters: int) -> Plan | None:
+    """The group of lanes with the fewest instructions for a row, or None if a warp is too small.
+
+    In arbitrary units: what a thread does once, and for each pack.
+    """
+    least = max(FEWEST_LANES, GROUP // vec if scaling == "group" else 1)
+    plans = []
+    for packs in GROUP_PACKS[parameters]:
+        lanes = max(power_of_two(ceil(n, vec * packs)), least)
+        if lanes <= WARP:
+            plans.append(Plan("GROUP", vec, packs, lanes, cuda_rows.GROUP_THREADS))
+    return min(plans, key=lambda each: each.lanes * (2 * each.packs + 5), default=None)
 
 
 def fitted(plan: Plan, most: int, blocks: int, gpu: Gpu, parameters: int) -> Launch | None:

@@ -17,6 +17,7 @@ MAX_CLUSTER = 16  # blocks; more than 8 only where PORTABLE_CLUSTER is not the l
 PORTABLE_CLUSTER = 8
 PACK_BYTES = 16
 MAX_WARPS = 32  # of a block
+MAX_TEAMS = 15  # of a block: each has a barrier of its own, and the block has one
 LINE = 128  # bytes
 WIDEST = 262_144  # columns that the kernels are meant for; no binary of longer ones is tested
 
@@ -86,6 +87,44 @@ class Launch:
         return self.shared(operands) + self.plan.shared(held) <= room
 
 
+@dataclass(frozen=True)
+class Walk:
+    """A binary of a kernel that walks, and what it is for: as in `Launch`, before n is known."""
+
+    packs: int
+    threads: int  # of a block, at most
+    blocks: int
+    stages: int
+    cluster: int = 1  # blocks that share a row, at most
+    at_once: int = 0
+    waves: int = 1
+
+    def launch(self, n: int, vec: int, gpu: Gpu) -> Launch | None:
+        """For rows of n columns, or None if they are longer than it is for."""
+        if self.cluster == 1:
+            plan = block(n, vec, self.packs, self.threads)
+        else:
+            plan = cluster(n, vec, self.packs, self.threads, self.threads, gpu)
+        if plan is None or plan.cluster > self.cluster:
+            return None
+        return Launch(plan, self.threads, self.blocks, self.stages, self.at_once, self.waves)
+
+
+def first_that_fits(
+    walks: tuple[Walk, ...],
+    n: int,
+    vec: int,
+    gpu: Gpu,
+    *,
+    operands: int,
+    values: int,
+    held: int = 0,
+) -> Launch | None:
+    """The first that is for n columns and fits a block of this GPU, as `Launch.fits` says."""
+    found = (walk.launch(n, vec, gpu) for walk in walks)
+    return next((each for each in found if each and each.fits(gpu, operands, values, held)), None)
+
+
 def ceil(total: int, each: int) -> int:
     return -(-total // each)
 
@@ -112,7 +151,8 @@ def teams(n: int, vec: int, packs: int, most: int) -> Plan | None:
     alone = block(n, vec, packs, most)
     if alone is None or most // alone.threads < 2:
         return alone
-    return Plan("TEAM", vec, packs, alone.lanes, most // alone.lanes * alone.lanes)
+    count = min(most // alone.lanes, MAX_TEAMS)
+    return Plan("TEAM", vec, packs, alone.lanes, count * alone.lanes)
 
 
 def cluster(n: int, vec: int, packs: int, threads: int, most: int, gpu: Gpu) -> Plan | None:

@@ -3,9 +3,9 @@
 // Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows, AT_ONCE at a
 // time. The next rows travel through a ring while these are reduced, and rows that are reduced
 // together share barriers and shuffles; each thread owns the same columns of every row, so the
-// gradients of weight and bias stay in its registers until the end. Moments are taken around the
-// first element, and again around the mean where that would cost digits (moments.cuh). Bytes per
-// element of T: 2 read, 1 written, and once per block or cluster two rows of float partials.
+// gradients of weight and bias stay in its registers until the end. Moments come out of one pass, and
+// of a second one around the mean where that is far from zero (moments.cuh). Bytes per element of T:
+// 2 read, 1 written, and once per block or cluster two rows of float partials.
 //
 // With g = grad * weight and xhat = (x - mean) * rstd:
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); the weight's gradient is the sum over rows of
@@ -63,9 +63,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
   }
   float dw[PACKS][VEC] = {}, db[PACKS][VEC] = {};
   const float inverse = 1.0f / n;
-  float centre[AT_ONCE];  // at first of a row its first element, which is asked for a set ahead
-#pragma unroll
-  for (int r = 0; r < AT_ONCE; ++r) centre[r] = first_of(input, input_rows, first + r, rows);
   if (OWNER == CLUSTER) cluster_wait();
 
   int stage = 0;
@@ -79,10 +76,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     };
     ring.arrive();
 
+    float centre[AT_ONCE] = {};
     float sums[4 * AT_ONCE];  // of d = x - centre, of d * d, of g, of g * d
-    bool again = true;
-#pragma unroll 1
-    for (int pass = 0; pass < 2 && again; ++pass) {
+    const auto moments = [&](int r) { return Moments(centre[r], sums + 4 * r, n, inverse); };
+    const auto sum_up = [&](bool centred) {
 #pragma unroll
       for (float& sum : sums) sum = 0.0f;
 #pragma unroll
@@ -97,7 +94,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
           const float from = inside ? centre[r] : 0.0f;
 #pragma unroll
           for (int j = 0; j < VEC; ++j) {
-            const float d = x[j] - from, gw = g[j] * w[j];
+            const float d = centred ? x[j] - from : x[j], gw = g[j] * w[j];
             sums[4 * r] += d;
             sums[4 * r + 1] += d * d;
             sums[4 * r + 2] += gw;
@@ -106,20 +103,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
         }
       }
       row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
-      again = false;
+    };
+    sum_up(false);
+    bool far = false;
 #pragma unroll
-      for (int r = 0; r < AT_ONCE; ++r) {
-        const Moments found(centre[r], sums[4 * r], sums[4 * r + 1], n);
-        if (pass > 0 || !found.template far<T>()) continue;  // whoever is not keeps its bits
-        again = true;
-        centre[r] += found.rest;
-      }
-      if (OWNER == GROUP) again = __any_sync(FULL_WARP, again);  // shuffles want the whole warp
+    for (int r = 0; r < AT_ONCE; ++r) {
+      if (!moments(r).template far<T>()) continue;  // whoever is not keeps its bits
+      far = true;
+      centre[r] = moments(r).rest;
     }
+    if (OWNER == GROUP) far = __any_sync(FULL_WARP, far);  // shuffles want the whole warp
+    if (far) sum_up(true);
     float shift[AT_ONCE], rstd[AT_ONCE], g_mean[AT_ONCE], along[AT_ONCE];
 #pragma unroll
     for (int r = 0; r < AT_ONCE; ++r) {
-      const Moments found(centre[r], sums[4 * r], sums[4 * r + 1], n);
+      const Moments found = moments(r);
       // with eps = 0 a row past the end would bring 0 * inf = NaN into dw
       rstd[r] = real(r) ? rsqrtf(found.variance + eps) : 0.0f;
       shift[r] = found.rest * rstd[r];
@@ -129,31 +127,31 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     }
 
     T* to = dx + static_cast<long long>(first) * n + seat.first;
+    const auto write = [&](bool centred) {
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const Pack<T, VEC> w = kept.get(0, i);
+      for (int i = 0; i < PACKS; ++i) {
+        const Pack<T, VEC> w = kept.get(0, i);
 #pragma unroll
-      for (int r = 0; r < AT_ONCE; ++r) {
-        one_at_a_time();
-        const Pack<T, VEC> x = take(0, r, i, input, input_rows);
-        const Pack<T, VEC> g = take(G, r, i, grad, grad_rows);
-        float d[VEC];
+        for (int r = 0; r < AT_ONCE; ++r) {
+          one_at_a_time();
+          const Pack<T, VEC> x = take(0, r, i, input, input_rows);
+          const Pack<T, VEC> g = take(G, r, i, grad, grad_rows);
+          float d[VEC];
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-          const float xhat = (x[j] - centre[r]) * rstd[r] - shift[r];
-          d[j] = rstd[r] * (g[j] * w[j]) - g_mean[r] - xhat * along[r];
-          dw[i][j] += g[j] * xhat;
-          db[i][j] += g[j];
-        }
-        if (real(r) && seat.column(i) < n) {
-          store<VEC>(to + r * n + i * seat.stride(), Pack<T, VEC>::of(d));
+          for (int j = 0; j < VEC; ++j) {
+            const float left = centred ? x[j] - centre[r] : x[j];
+            const float xhat = left * rstd[r] - shift[r];
+            d[j] = rstd[r] * (g[j] * w[j]) - g_mean[r] - xhat * along[r];
+            dw[i][j] += g[j] * xhat;
+            db[i][j] += g[j];
+          }
+          if (real(r) && seat.column(i) < n) {
+            store<VEC>(to + r * n + i * seat.stride(), Pack<T, VEC>::of(d));
+          }
         }
       }
-    }
-#pragma unroll
-    for (int r = 0; r < AT_ONCE; ++r) {
-      centre[r] = first_of(input, input_rows, first + step + r, rows);
-    }
+    };
+    if (far) write(true); else write(false);
     ask(first + STAGES * step, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }

@@ -20,31 +20,42 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_partials, cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_rows import Launch
+from tilewright.toolkit.cuda_rows import Launch, Walk
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
 
+WIDE = (
+    Walk(packs=2, threads=384, blocks=1, stages=2, at_once=2),
+    Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
+    Walk(packs=2, threads=384, blocks=1, cluster=2, stages=2, at_once=2),
+    Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1),
+    Walk(packs=2, threads=160, blocks=3, cluster=8, stages=2, at_once=2),
+    Walk(packs=2, threads=512, blocks=1, cluster=16, stages=2, at_once=2),
+    Walk(packs=4, threads=256, blocks=1, cluster=16, stages=2, at_once=1),
+    Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),  # where there are no clusters
+)
+
+
 def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     """For rows of n columns, `vec` elements to a load, or None (measured on an H200, 2026-11)."""
-    small = cuda_rows.group(n, vec, 4)
-    if small:
-        return Launch(small, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
     if vec == 1:
-        plan = cuda_rows.block(n, vec, 4, 384)
-        return Launch(plan, 384, 1, stages=2, at_once=1) if plan else None
-    teams = cuda_rows.teams(n, vec, 4, 384)
-    pair = cuda_rows.block(n, vec, 2, 512) if gpu.sm < 100 else None  # newer SMs would spill
-    alone = cuda_rows.block(n, vec, 4, 384)
-    several = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
+        group, alone = cuda_rows.group(n, 1, 4), cuda_rows.block(n, 1, 4, 384)
+        if group:
+            return Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
+        return Launch(alone, 384, 1, stages=2, at_once=1) if alone else None
+    group, most = cuda_rows.group(n, vec, 2), 512
+    teams = cuda_rows.teams(n, vec, 2, most)
+    if teams and teams.threads < 448:  # three of six warps each are better than two
+        most = 576
+        teams = cuda_rows.teams(n, vec, 2, most)
     choices = (
-        Launch(teams, 384, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
-        Launch(pair, 512, 1, stages=2, at_once=2) if pair else None,
-        Launch(alone, 384, 1, stages=2, at_once=1) if alone else None,
-        Launch(several, 256, 1, stages=2, at_once=1) if several else None,
+        Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if group else None,
+        Launch(teams, most, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
     )
-    return next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)
+    few = next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)
+    return few or cuda_rows.first_that_fits(WIDE, n, vec, gpu, operands=2, values=4, held=1)
 
 
 def refuses(

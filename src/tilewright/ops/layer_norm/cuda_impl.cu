@@ -6,9 +6,9 @@
 //                  memory while the next ones travel there. Weight and bias stay in registers from
 //                  row to row.
 //
-// Moments are taken around the first element, and again around the mean where that would cost
-// digits (moments.cuh). Bytes per element of T: 1 read, 1 written. Rows are found through strides;
-// results are contiguous. Arithmetic is float.
+// Moments come out of one pass, and of a second one around the mean where that is far from zero
+// (moments.cuh). Bytes per element of T: 1 read, 1 written. Rows are found through strides; results
+// are contiguous. Arithmetic is float.
 
 #include "tilewright/moments.cuh"
 #include "tilewright/reduce.cuh"
@@ -21,7 +21,7 @@ using namespace tilewright;
 // Adds x - centre and its square: a chain for each pack, for chains that wait for nobody are faster.
 template <class T, int VEC>
 __device__ __forceinline__ void add_moments(
-    float (&sums)[2], const Pack<T, VEC>& x, float centre) {
+    float (&sums)[2], const Pack<T, VEC>& x, float centre = 0.0f) {
   const float first = x[0] - centre;
   float sum = first, squares = first * first;
 #pragma unroll
@@ -34,6 +34,30 @@ __device__ __forceinline__ void add_moments(
   sums[1] += squares;
 }
 
+// Of a row whose packs x(i) gives: zeros beyond the row, where inside(i) is not true.
+template <class T, int PACKS, int VEC, Owner OWNER, class X, class Inside>
+__device__ __forceinline__ Moments moments_of(
+    X x, Inside inside, const Seat<OWNER, VEC>& seat, Exchange<2>& exchange, unsigned& turn, int n,
+    float inverse) {
+  constexpr int TOGETHER = PACKS == 8 ? 4 : PACKS;  // eight would spill registers
+  float sums[2] = {0.0f, 0.0f};
+#pragma unroll TOGETHER
+  for (int i = 0; i < PACKS; ++i) add_moments(sums, x(i));
+  row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
+  const Moments found(0.0f, sums, n, inverse);
+  const bool far = found.far<T>();
+  // shuffles of groups want the whole warp
+  if (OWNER == GROUP ? !__any_sync(FULL_WARP, far) : !far) return found;
+
+  sums[0] = sums[1] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    if (inside(i)) add_moments(sums, x(i), found.rest);
+  }
+  row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
+  return far ? Moments(found.rest, sums, n, inverse) : found;  // the others keep their bits
+}
+
 struct Statistics {
   float centre, rstd;
   float shift;  // from the centre to the mean, in deviations
@@ -42,15 +66,26 @@ struct Statistics {
       : centre(found.centre), rstd(rsqrtf(found.variance + eps)), shift(found.rest * rstd) {}
 };
 
-template <class T, int VEC>
-__device__ __forceinline__ Pack<T, VEC> normalised(
-    const Pack<T, VEC>& x, const Statistics& row, const Pack<T, VEC>& w, const Pack<T, VEC>& b) {
-  float y[VEC];
+template <class T, int VEC, int PACKS, class X, class Inside>
+__device__ __forceinline__ void write_row(
+    T* to, int stride, X x, Inside inside, const Statistics& row, Pack<T, VEC> (&w)[PACKS],
+    Pack<T, VEC> (&b)[PACKS]) {
+  const auto write = [&](bool centred) {
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) {
-    y[j] = ((x[j] - row.centre) * row.rstd - row.shift) * w[j] + b[j];
-  }
-  return Pack<T, VEC>::of(y);
+    for (int i = 0; i < PACKS; ++i) {
+      keep_packed(w[i]);
+      keep_packed(b[i]);
+      const Pack<T, VEC> element = x(i);
+      float y[VEC];
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const float left = centred ? element[j] - row.centre : element[j];
+        y[j] = (left * row.rstd - row.shift) * w[i][j] + b[i][j];
+      }
+      if (inside(i)) store<VEC>(to + i * stride, Pack<T, VEC>::of(y));
+    }
+  };
+  if (sizeof(T) == 4 || row.centre != 0.0f) write(true); else write(false);
 }
 
 template <class T, int VEC, int PACKS, Owner OWNER, int THREADS, int BLOCKS>
@@ -64,41 +99,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_rows(
   const T* from = input + input_rows.start(seat.row) + seat.first;
   out += static_cast<long long>(seat.row) * n + seat.first;
 
-  Pack<T, VEC> x[PACKS], w[PACKS], b[PACKS];
+  Pack<T, VEC> held[PACKS], w[PACKS], b[PACKS];
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    x[i] = inside(i) ? load<VEC>(from + i * seat.stride()) : Pack<T, VEC>{};
+    held[i] = inside(i) ? load<VEC>(from + i * seat.stride()) : Pack<T, VEC>{};
   }
   load_parameter(w, weight, 1.0f, seat, width);
   load_parameter(b, bias, 0.0f, seat, width);
 
-  float centre = first_of(input, input_rows, seat.row, rows);
-  Moments found(centre, 0.0f, 0.0f, n);
-  bool again = true;
-#pragma unroll 1
-  for (int turn = 0; turn < 2 && again; ++turn) {
-    float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      keep_packed(x[i]);
-      if (inside(i)) add_moments(sums, x[i], centre);  // not the zeros beyond the end
-    }
-    row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn);
-    found = Moments(centre, sums[0], sums[1], n);
-    again = found.far<T>();
-    if (again) centre += found.rest;  // others of the warp keep theirs, and their bits
-    if (OWNER == GROUP) again = __any_sync(FULL_WARP, again);  // shuffles want the whole warp
-  }
-  const Statistics row(found, eps);
-
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    keep_packed(x[i]);
-    keep_packed(w[i]);
-    keep_packed(b[i]);
-    const Pack<T, VEC> y = normalised(x[i], row, w[i], b[i]);
-    if (inside(i)) store<VEC>(out + i * seat.stride(), y);
-  }
+  const auto x = [&](int i) {
+    keep_packed(held[i]);
+    return held[i];
+  };
+  unsigned turn = 0;
+  const Moments found = moments_of<T, PACKS>(x, inside, seat, exchange, turn, n, 1.0f / n);
+  write_row(out, seat.stride(), x, inside, Statistics(found, eps), w, b);
 }
 
 template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
@@ -126,38 +141,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_wide(
   Pack<T, VEC> w[PACKS], b[PACKS];
   load_parameter(w, weight, 1.0f, seat, n);
   load_parameter(b, bias, 0.0f, seat, n);
-  float centre = first_of(input, input_rows, seat.row, rows);
+  const float inverse = 1.0f / n;
   if (OWNER == CLUSTER) cluster_wait();
 
   int stage = 0;
   unsigned turn = 0;
   for (unsigned row = seat.row; row < rows; row += seat.step) {
     ring.arrive();
-    float sums[2];
-    bool again = true;
-#pragma unroll 1
-    for (int pass = 0; pass < 2 && again; ++pass) {
-      sums[0] = sums[1] = 0.0f;
-#pragma unroll 4
-      for (int i = 0; i < PACKS; ++i) {
-        const Pack<T, VEC> x = ring.take(stage, 0, i);
-        if (seat.column(i) < n) add_moments(sums, x, centre);  // not the zeros beyond the end
-      }
-      row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
-      again = pass == 0 && Moments(centre, sums[0], sums[1], n).template far<T>();
-      if (again) centre += sums[0] / n;
-    }
-    const Statistics statistics(Moments(centre, sums[0], sums[1], n), eps);
-    centre = first_of(input, input_rows, row + seat.step, rows);  // of the next row, in good time
-
+    const auto x = [&](int i) { return ring.take(stage, 0, i); };
+    const auto inside = [&](int i) { return seat.column(i) < n; };
+    const Moments found = moments_of<T, PACKS>(x, inside, seat, exchange, turn, n, inverse);
     T* to = out + static_cast<long long>(row) * n + seat.first;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      keep_packed(w[i]);
-      keep_packed(b[i]);
-      const Pack<T, VEC> y = normalised(ring.take(stage, 0, i), statistics, w[i], b[i]);
-      if (seat.column(i) < n) store<VEC>(to + i * seat.stride(), y);
-    }
+    write_row(to, seat.stride(), x, inside, Statistics(found, eps), w, b);
     ask(row + STAGES * seat.step, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }

@@ -2,10 +2,10 @@
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
 and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns, are held
-in the shared memory of a block (SM 80) or, beyond 16,384 half or 8,192 float columns, of a cluster
+in the shared memory of a block (SM 80) or, beyond 20,480 half or 10,240 float columns, of a cluster
 of blocks (SM 90) that walks down them, while the next rows travel there; fewer fit where a block
 has less shared memory or a cluster fewer blocks. Limits: float32, float16, bfloat16; weight and
-bias of the input's dtype; 4,096 columns without 16-byte loads; at most nine binaries per dtype.
+bias of the input's dtype; 4,096 columns without 16-byte loads; at most thirteen binaries per dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_rows import Launch
+from tilewright.toolkit.cuda_rows import Launch, Walk
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
@@ -40,36 +40,37 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
             return Launch(plan, cuda_rows.GROUP_THREADS, 6)
         plan = cuda_rows.block(n, 1, 4, 1024)
         return Launch(plan, 1024, 1) if plan else None
+    newer = gpu.sm >= 100  # takes more registers, which would be spilled
     plan = cuda_rows.group(n, vec, 4)
     if plan:
-        return Launch(plan, cuda_rows.GROUP_THREADS, 7 if gpu.sm < 100 else 6)
+        return Launch(plan, cuda_rows.GROUP_THREADS, 5 if newer else 7)
     three, four = 3 * vec * cuda_rows.WARP, 4 * vec * cuda_rows.WARP  # columns of a warp
     plan = cuda_rows.block(n, vec, 3, 256) if n % three == 0 and n % four else None
     plan = plan or cuda_rows.block(n, vec, 4, 256)
-    # floats and newer SMs take a register more, which would be spilled
-    return Launch(plan, 256, 4 if gpu.sm < 100 and vec == 8 else 3) if plan else wide(n, vec, gpu)
+    if plan:
+        return Launch(plan, 256, 3 if vec == 4 else 2 if newer else 4)
+    return wide(n, vec, gpu)
+
+
+# The longest rows are few: blocks that stay for all of theirs end together. Shorter ones had better
+# come in many waves, for SMs are not equally fast (H200, 2026-11).
+WIDE = (
+    Walk(packs=6, threads=256, blocks=3, stages=2, waves=8),
+    Walk(packs=6, threads=352, blocks=2, stages=1, waves=8),
+    Walk(packs=8, threads=320, blocks=2, stages=2, waves=8),
+    Walk(packs=6, threads=352, blocks=2, cluster=2, stages=2, waves=8),
+    Walk(packs=6, threads=192, blocks=4, cluster=8, stages=2, waves=8),
+    Walk(packs=5, threads=416, blocks=1, cluster=8, stages=3),
+    Walk(packs=6, threads=352, blocks=1, cluster=16, stages=3),
+    Walk(packs=8, threads=512, blocks=1, cluster=16, stages=2),
+)
 
 
 def wide(n: int, vec: int, gpu: Gpu) -> Launch | None:
-    """A block or a cluster that walks, two of its blocks to an SM while that is enough.
-
-    Long rows are few: blocks that stay for all of theirs end together. Shorter ones had better come
-    in many waves, for SMs are not equally fast.
-    """
+    """A block or a cluster that walks."""
     if gpu.sm < 80:
         return None  # rows cannot travel while others are reduced
-    waves = 8 if 1536 < cuda_rows.ceil(n, vec) <= 4096 else 1
-    # newer SMs would spill registers of halves with eight packs
-    packs, threads = (8, 256) if gpu.sm < 100 else (4, 512)
-    alone = cuda_rows.block(n, vec, packs, threads)
-    several = cuda_rows.cluster(n, vec, packs, threads, threads, gpu)
-    largest = cuda_rows.cluster(n, vec, 8, 512, 512, gpu) if gpu.sm < 100 or vec == 4 else None
-    choices = (
-        Launch(alone, threads, 512 // threads, stages=2, waves=waves) if alone else None,
-        Launch(several, threads, 512 // threads, stages=2, waves=waves) if several else None,
-        Launch(largest, 512, 1, stages=2) if largest else None,
-    )
-    return next((each for each in choices if each and each.fits(gpu, 1, 2)), None)
+    return cuda_rows.first_that_fits(WIDE, n, vec, gpu, operands=1, values=2)
 
 
 def refuses(

@@ -6,13 +6,12 @@
 // layer_norm_fp8_again  the second pass of one scale for the whole tensor: the first one has stored
 //                       each row's statistics and the largest magnitude; this one quantises.
 //
-// Arithmetic is as long as the traffic, so it is counted: mean and variance come out of one
-// reduction, of moments around the mean of a few first elements. Only where that is far from the
-// row's own mean, so that the difference of the moments would cost digits, and for floats, the
-// squares are summed once more, around the mean. Bytes per element of T: 1 read (2 with one scale
-// for the tensor); one byte written.
+// Arithmetic is as long as the traffic, so it is counted: mean and variance come out of one pass and
+// one reduction, and of a second one around the mean where that is far from zero (moments.cuh).
+// Bytes per element of T: 1 read (2 with one scale for the tensor); one byte written.
 
 #include "tilewright/fp8.cuh"
+#include "tilewright/moments.cuh"
 #include "tilewright/reduce.cuh"
 #include "tilewright/ring.cuh"
 #include "tilewright/rows.cuh"
@@ -20,42 +19,15 @@
 
 using namespace tilewright;
 
-constexpr float FAR = 1.0f;  // squared deviations between the mean and that of some elements
-
 struct Statistics {
-  float near;   // the mean of a few of the row's first elements
-  float shift;  // from the mean to it, in deviations
+  float centre;  // what is taken from every element
+  float shift;   // from the mean to it, in deviations
   float rstd;
 };
 
-struct RowMoments {
-  float mean;
-  float variance;
-};
-
-// total / n, rounded as a division is.
-__device__ __forceinline__ float mean_of(float total, int n, float inverse) {
-  const float mean = total * inverse;
-  return fmaf(fmaf(-mean, static_cast<float>(n), total), inverse, mean);
-}
-
-template <class T, int VEC> __device__ __forceinline__ float mean_of(const Pack<T, VEC>& pack) {
-  float total = pack[0];
-#pragma unroll
-  for (int j = 1; j < VEC; ++j) total += pack[j];
-  return total * (1.0f / VEC);
-}
-
-// The first elements of a row, or zeros for a row that is none.
-template <int VEC, class T>
-__device__ __forceinline__ Pack<T, VEC> first_of(
-    const T* input, const Rows& input_rows, unsigned row, unsigned rows) {
-  return row < rows ? load<VEC>(input + input_rows.start(row)) : Pack<T, VEC>{};
-}
-
-// Both passes compute this, from the same numbers: the same bits. `d` is x - near.
-__device__ __forceinline__ float normalised(float d, float w, float b, const Statistics& row) {
-  return fmaf(fmaf(d, row.rstd, row.shift), w, b);
+// Both passes compute this, from the same numbers: the same bits. `left` is x - centre.
+__device__ __forceinline__ float normalised(float left, float w, float b, const Statistics& row) {
+  return fmaf(fmaf(left, row.rstd, row.shift), w, b);
 }
 
 template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS,
@@ -88,9 +60,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_fp8_rows(
   const Parameter<T, VEC, PACKS> biases(held + weights.size(seat.lanes), bias, 0.0f, seat, n);
   const float inverse = 1.0f / n;
   const int groups = (n + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
-  // A row's first elements: a group asks the lane that has them, others ask for them a row ahead.
-  Pack<T, VEC / 2> following = {};
-  if (OWNER != GROUP) following = first_of<VEC / 2>(input, input_rows, seat.row, rows);
   float largest = 0.0f;
   __syncthreads();
   if (OWNER == CLUSTER) cluster_wait();
@@ -100,63 +69,60 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_fp8_rows(
   for (unsigned row = seat.row; seat.leader(row, 1) < rows; row += seat.step) {
     const bool real = seat.ENDS_ALONE || row < rows;  // groups of a warp end together
     ring.arrive();
-    Statistics found{mean_of(following), 0.0f, 0.0f};
-    if (OWNER == GROUP) {
-      found.near = __shfl_sync(FULL_WARP, mean_of(ring.take(stage, 0, 0)), 0, seat.lanes);
-    }
-
-    float y[PACKS][VEC];  // x - near at first
+    float y[PACKS][VEC];  // x at first
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const Pack<T, VEC> x = ring.take(stage, 0, i);
-      const float near = seat.column(i) < n ? found.near : 0.0f;  // zeros beyond the row stay zero
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) y[i][j] = x[j] - near;
+      for (int j = 0; j < VEC; ++j) y[i][j] = x[j];
     }
     ask(row + STAGES * seat.step, stage);  // its slot is free
-    if (OWNER != GROUP) following = first_of<VEC / 2>(input, input_rows, row + seat.step, rows);
 
     const auto moments = [&](float centre) {
       float sums[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        const float from = seat.column(i) < n ? centre : 0.0f;
-        float sum = y[i][0] - from, squares = sum * sum;  // a short chain loses fewer digits
+        float sum = y[i][0], squares = sum * sum;  // a short chain loses fewer digits
 #pragma unroll
         for (int j = 1; j < VEC; ++j) {
-          const float d = y[i][j] - from;
-          sum += d;
-          squares = fmaf(d, d, squares);
+          sum += y[i][j];
+          squares = fmaf(y[i][j], y[i][j], squares);
         }
         sums[0] += sum;
         sums[1] += squares;
       }
       row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
-      const float mean = mean_of(sums[0], n, inverse);
-      return RowMoments{mean, mean_of(sums[1], n, inverse) - mean * mean};
+      return Moments(centre, sums, n, inverse);
     };
-    auto [mean, variance] = moments(0.0f);
-    const bool far = sizeof(T) == 4 || !(mean * mean <= FAR * variance);  // overflow is far
+    Moments found = moments(0.0f);
+    const bool far = found.template far<T>();
     if (OWNER == GROUP ? __any_sync(FULL_WARP, far) : far) {
-      const RowMoments again = moments(mean);
-      if (far) mean += again.mean, variance = again.variance;  // not for the neighbours' sake
+      const float centre = far ? found.rest : 0.0f;  // neighbours of a warp keep their bits
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const float taken = seat.column(i) < n ? centre : 0.0f;  // zeros beyond the row stay zero
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) y[i][j] -= taken;
+      }
+      const Moments again = moments(centre);
+      if (far) found = again;
     }
-    found.rstd = rsqrtf(variance + eps);
-    found.shift = -mean * found.rstd;
+    const float rstd = rsqrtf(found.variance + eps);
+    const Statistics of_row{found.centre, -found.rest * rstd, rstd};
 
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       one_at_a_time();
       const Pack<T, VEC> w = weights.get(i), b = biases.get(i);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) y[i][j] = normalised(y[i][j], w[j], b[j], found);
+      for (int j = 0; j < VEC; ++j) y[i][j] = normalised(y[i][j], w[j], b[j], of_row);
     }
     if constexpr (SCALING == PER_TENSOR) {
       // with eps = 0 a row past the end would bring NaN
       if (real) largest = Max::join(largest, largest_of(y));
       if (real && seat.first == 0) {
         float* to = statistics + static_cast<long long>(row) * 3;
-        to[0] = found.near, to[1] = found.shift, to[2] = found.rstd;
+        to[0] = of_row.centre, to[1] = of_row.shift, to[2] = of_row.rstd;
       }
     } else {
       const long long to = row, scales_of_row = SCALING == PER_GROUP ? groups : 1;
@@ -194,7 +160,7 @@ __global__ void __launch_bounds__(THREADS) layer_norm_fp8_again(
     const Statistics found{from[0], from[1], from[2]};
     float y[VEC];
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) y[j] = normalised(x[i][j] - found.near, w[j], b[j], found);
+    for (int j = 0; j < VEC; ++j) y[j] = normalised(x[i][j] - found.centre, w[j], b[j], found);
     store_fp8<FORMAT>(q + static_cast<long long>(row) * n + chunk.column, y, by, true);
   }
 }

@@ -163,8 +163,8 @@ __device__ __forceinline__ Divisor scale_groups(
   }
 
   const float scale = scale_of<FORMAT>(__float_as_uint(largest[0]));
-  const int pack = threadIdx.x % Sharing::LANES / Sharing::SHARE;
-  const int group = seat.column(pack) / SCALE_COLUMNS;
+  const unsigned pack = threadIdx.x % Sharing::LANES / Sharing::SHARE;
+  const unsigned group = static_cast<unsigned>(seat.column(pack)) / SCALE_COLUMNS;
   const bool inside = pack < PACKS && group * SCALE_COLUMNS < width;
   if (threadIdx.x % Sharing::SHARE == 0 && inside) scales[group] = scale;
   return Divisor::of(scale);

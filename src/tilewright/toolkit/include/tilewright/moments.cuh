@@ -1,22 +1,31 @@
-// Mean and variance of a row in one pass: both are taken around its first element.
+// Mean and variance of a row out of one pass: from the sums of its elements and of their squares.
 //
-// That costs digits of the variance where the first element is far from the mean. Then, and for
-// floats always, a second pass takes them around the mean that the first one found.
+// Their difference costs digits where the mean is far from zero. There, and for floats always, a
+// second pass sums what is left of the elements without the mean that the first one found.
 #pragma once
 
 namespace tilewright {
 
+// total / n, rounded as a division is; `inverse` is 1 / n. The mean of a constant row is exact.
+__device__ __forceinline__ float mean_of(float total, int n, float inverse) {
+  const float mean = total * inverse;
+  return fmaf(fmaf(-mean, static_cast<float>(n), total), inverse, mean);
+}
+
 struct Moments {
-  float centre;    // what was taken from every element
+  float centre;    // what was taken from every element: 0, or the mean of a first pass
   float rest;      // the mean of what was left
   float variance;  // of either
 
-  __device__ __forceinline__ Moments(float centre, float sum, float squares, int n)
-      : centre(centre), rest(sum / n), variance(squares / n - rest * rest) {}
+  // `sums`: of what was left, and of its squares.
+  __device__ __forceinline__ Moments(float centre, const float* sums, int n, float inverse)
+      : centre(centre),
+        rest(mean_of(sums[0], n, inverse)),
+        variance(mean_of(sums[1], n, inverse) - rest * rest) {}
 
-  // How far apart, in squared deviations, first element and mean may be: sums of squares lose a
-  // digit for every factor of two. Halves keep eleven digits at most, of twenty-four.
-  // Squares that overflow are far.
+  // How far from zero, in squared deviations, the mean may be: sums of squares lose a digit for
+  // every factor of two. Halves keep eleven digits at most, of twenty-four. Squares that overflow
+  // are far.
   template <class T> __device__ __forceinline__ bool far() const {
     return sizeof(T) == 4 || !(rest * rest <= 8.0f * variance);
   }

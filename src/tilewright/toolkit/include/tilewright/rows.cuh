@@ -69,13 +69,6 @@ template <Owner OWNER, int VEC> struct Seat {
   }
 };
 
-// The first element of a row, or 0 for a row that is none.
-template <class T>
-__device__ __forceinline__ float first_of(
-    const T* input, const Rows& input_rows, unsigned row, unsigned rows) {
-  return row < rows ? to_float(input[input_rows.start(row)]) : 0.0f;
-}
-
 // A thread's packs of a weight or a bias, or `missing` if there is none. Beyond the end are zeros.
 template <class T, int VEC, int PACKS, Owner OWNER>
 __device__ __forceinline__ void load_parameter(
