@@ -12,6 +12,7 @@ from tilewright import fp8, gpu, ops
 from tilewright.ops.layer_norm_fp8 import cuda_impl as layer_norm
 from tilewright.ops.rms_norm_fp8 import cuda_impl as rms_norm
 from tilewright.toolkit import cuda_fp8, cuda_rows, recording
+from tilewright.verify.checks import GROUPS
 
 LAUNCHERS: dict[str, Any] = {"layer_norm_fp8": layer_norm, "rms_norm_fp8": rms_norm}
 PARAMETERS = {"layer_norm_fp8": 2, "rms_norm_fp8": 1}
@@ -65,6 +66,23 @@ def test_lanes_that_share_a_scale_are_neighbours_in_a_warp(name: str, vec: int) 
         if choice and scaling == "group":
             assert choice.plan.lanes % sharing == 0, (n, choice)
             assert choice.plan.packs <= sharing  # each lane makes the scale of one pack at most
+
+
+@pytest.mark.parametrize("vec", [4, 8])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_gpu_runs_every_binary_of_an_h200(name: str, vec: int) -> None:
+    """verify and the sanitizers take the cases that are declared, and no others."""
+
+    def binary(n: int, scaling: str) -> Any:
+        found = LAUNCHERS[name].launch(n, vec, gpu.pretend("h200"), scaling)
+        return found and (scaling, found.plan.packs, found.plan.owner, found.most, found.blocks)
+
+    taken = [c.dims for c in ops.registry()[name].cases if c.group in GROUPS["cuda"]]
+    run = {binary(d["shape"][-1], d.get("scaling", "row")) for d in taken
+           if d["shape"][-1] % vec == 0}  # fmt: skip
+    for n in (*range(vec, 8192, vec), *range(8192, 262_145, 64)):
+        for scaling in fp8.SCALINGS:
+            assert binary(n, scaling) in run | {None}, (n, scaling, binary(n, scaling))
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tilewright import gpu as gpus
+from tilewright.ops import registry
 from tilewright.ops.layer_norm import cuda_backward_impl as layer_norm_backward
 from tilewright.ops.layer_norm import cuda_impl as layer_norm
 from tilewright.ops.rms_norm import cuda_backward_impl as rms_norm_backward
 from tilewright.ops.rms_norm import cuda_impl as rms_norm
 from tilewright.ops.softmax import cuda_impl as softmax
 from tilewright.toolkit import cuda_rows, nvrtc
+from tilewright.verify.checks import GROUPS
 
 
 def pretend_gpu(sm: int = 90) -> Any:
@@ -44,6 +46,20 @@ def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
         "softmax": of_softmax[0] if of_softmax else None,
         "softmax_backward": of_dots[0] if of_dots else None,
     }
+
+
+@pytest.mark.parametrize("vec", [4, 8])
+def test_a_gpu_runs_every_binary_of_an_h200(vec: int) -> None:
+    """verify and the sanitizers take the cases that are declared, and no others."""
+    gpu = gpus.pretend("h200")
+    for op in ("rms_norm", "layer_norm"):
+        taken = {c.dims["shape"][-1] for c in registry()[op].cases if c.group in GROUPS["cuda"]}
+        lengths = [n for n in taken if n % vec == 0]
+        for name in (op, f"{op}_backward"):
+            run = {choice.template for n in lengths if (choice := launches(vec, n, gpu)[name])}
+            for n in range(vec, 262_145, vec * (1 if vec == 8 else 2)):
+                choice = launches(vec, n, gpu)[name]
+                assert choice is None or choice.template in run, (name, n, choice)
 
 
 OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 3,

@@ -9,7 +9,7 @@ import torch
 
 from tilewright import fp8
 from tilewright.errors import DTypeError, InputError
-from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens
+from tilewright.shapes import EDGE_COLUMNS, MODELS, PLAN_COLUMNS, SWEEP_COLUMNS, by_tokens
 from tilewright.spec import BadInput, Case
 
 # the largest magnitude, in a tile that is not the last of its program
@@ -53,6 +53,11 @@ CASES = (
         for s in ("group", "tensor")
     ),
     *(Case(n, {"shape": (t, c)}, g) for g, n, t, c in by_tokens(lambda m: m.hidden)),
+    *(
+        Case(f"plan-{n}-{s}", {"shape": (5, n), "scaling": s}, "plan")
+        for n in PLAN_COLUMNS
+        for s in fp8.SCALINGS
+    ),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
     *(
         Case(f"sweep-{n}-group", {"shape": (2**27 // n, n), "scaling": "group"}, "sweep")

@@ -69,8 +69,9 @@ class Backend:
 class Case:
     """Named dims and options of one call; `group` says who wants it.
 
-    verify takes "edge"; bench takes "model", "sweep", "decode" and "prefill"; the compile matrix
-    takes all. Every op's dims hold "shape", the shape of its layout_argument.
+    verify takes "edge" and, on a GPU, "plan"; bench takes "model", "sweep", "decode" and
+    "prefill"; the compile matrix takes all. Every op's dims hold "shape", the shape of its
+    layout_argument.
     """
 
     name: str

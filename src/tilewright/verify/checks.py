@@ -90,8 +90,13 @@ def cases(c: Context) -> Iterator[Result]:
         yield from _both(c, "cases", case.name, dtype, args, c.seed)
 
 
+GROUPS = {"cpu": ("edge",), "cuda": ("edge", "plan")}  # of cases, by device
+
+
 def edge_cases(c: Context) -> list[Case]:
-    edge = [case for case in c.op.cases if case.group == "edge" and c.case in ("", case.name)]
+    edge = [
+        case for case in c.op.cases if case.group in GROUPS[c.device] and c.case in ("", case.name)
+    ]
     if c.full or c.case or c.device == "cuda":
         return edge
     # a quick run on a CPU keeps the sizes around the tile borders and the first wide one
@@ -279,8 +284,9 @@ def nan(c: Context) -> Iterator[Result]:
 
 def repeat(c: Context) -> Iterator[Result]:
     """The same call gives the same bits, forward and backward."""
-    times = 50 if c.device == "cuda" else 2
-    for dtype, n in itertools.product(FLOATS, (48, 1000)):
+    times = 250 if c.device == "cuda" else 2
+    columns = (48, 1000, 20_000) if c.device == "cuda" else (48, 1000)
+    for dtype, n in itertools.product(FLOATS, columns):
         args = c.inputs({"shape": (300 if c.device == "cuda" else 40, n)}, dtype, c.seed)
         first = _outputs_and_grads(c, args)
         same = all(compare.same_bits(first, _outputs_and_grads(c, args)) for _ in range(times))

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.ops import registry
-from tilewright.verify.checks import CHECKS, Context
+from tilewright.verify.checks import CHECKS, GROUPS, Context
 from tilewright.verify.compare import Verdict
 from tilewright.verify.interpreter import language_patched_once
 from tilewright.verify.record import Result
@@ -56,7 +56,7 @@ def plan(
         _known(name, CHECKS, "--only")
     if case:
         declared = [c for op in ops or registry() for c in registry()[op].cases]
-        names = dict.fromkeys(c.name for c in declared if c.group == "edge")
+        names = dict.fromkeys(c.name for c in declared if c.group in GROUPS[device])
         _known(case, names, "--case")
         only = ["cases"]
     count = cases if cases is not None else RANDOM[device][full]

@@ -1,10 +1,11 @@
 """python -m tilewright.verify.touch: every binary once, for a sanitizer to watch.
 
-    compute-sanitizer --tool memcheck python -m tilewright.verify.touch
+    compute-sanitizer --tool memcheck python -m tilewright.verify.touch [BACKEND ...]
 
-Walks the declared edge cases, forward and backward, aligned and not, on every backend of a GPU, and
-runs a call if its launchers ask for a binary that no earlier call has run. It compares nothing: a
-sanitizer slows kernels down a hundredfold, and the references are what would take the time.
+Walks the cases that verify takes on a GPU, forward and backward, aligned and not, on every backend
+or the named ones, and runs a call if its launchers ask for a binary that no earlier call has run.
+It compares nothing: a sanitizer slows kernels down a hundredfold, and the references are what would
+take the time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tilewright.ops import registry
 from tilewright.spec import FLOATS, Args, Op, as_tuple
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
-from tilewright.verify.checks import Context
+from tilewright.verify.checks import GROUPS, Context
 from tilewright.verify.runner import backends_on
 
 
@@ -58,11 +59,13 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
     return new
 
 
-def main() -> int:
+def main(names: list[str]) -> int:
     ran: Counter[tuple[str, str]] = Counter()
     for name, op in registry().items():
-        edge = [case for case in op.cases if case.group == "edge"]
+        edge = [case for case in op.cases if case.group in GROUPS["cuda"]]
         for backend in backends_on(name, "cuda"):
+            if names and backend not in names:
+                continue
             seen: set[str] = set()
             context = Context(op, backend, "cuda", False, 0, 0)
             for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
@@ -78,4 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,14 @@ import torch
 from tilewright import checks, library, norms
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.rms_norm import reference
-from tilewright.shapes import EDGE_COLUMNS, MODELS, SWEEP_COLUMNS, by_tokens, random_shape
+from tilewright.shapes import (
+    EDGE_COLUMNS,
+    MODELS,
+    PLAN_COLUMNS,
+    SWEEP_COLUMNS,
+    by_tokens,
+    random_shape,
+)
 from tilewright.spec import (
     Args,
     Autograd,
@@ -304,6 +311,7 @@ CASES = (
     *(Case(f"columns-{n}", {"shape": (3, n)}) for n in EDGE_COLUMNS),
     *(Case(m.name, {"shape": (2048, m.hidden)}, "model") for m in MODELS.values()),
     *(Case(n, {"shape": (t, c)}, g) for g, n, t, c in by_tokens(lambda m: m.hidden)),
+    *(Case(f"plan-{n}", {"shape": (5, n)}, "plan") for n in PLAN_COLUMNS),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
 )
 CASES_ADD = tuple(c for c in CASES if not c.name.startswith("columns") or c.name == "columns-129")

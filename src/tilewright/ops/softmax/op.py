@@ -12,7 +12,7 @@ import torch
 from tilewright import checks, library
 from tilewright.errors import DTypeError, InputError, sentence
 from tilewright.ops.softmax import reference
-from tilewright.shapes import EDGE_COLUMNS, SWEEP_COLUMNS, random_shape
+from tilewright.shapes import EDGE_COLUMNS, PLAN_COLUMNS, SWEEP_COLUMNS, random_shape
 from tilewright.spec import (
     FLOATS,
     Args,
@@ -185,6 +185,7 @@ CASES = (
     Case("vocabulary", {"shape": (2048, 128_256)}, "model"),
     *(Case(f"decode-{t}", {"shape": (t * 32, 1, 4096)}, "decode") for t in (1, 16, 128)),
     *(Case(f"prefill-{t}", {"shape": (32, t, t)}, "prefill") for t in (512, 2048, 4096)),
+    *(Case(f"plan-{n}", {"shape": (5, n)}, "plan") for n in PLAN_COLUMNS),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
 )
 
