@@ -45,13 +45,13 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
         if group:
             return Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
         return Launch(alone, 384, 1, stages=2, at_once=1) if alone else None
-    group, most = cuda_rows.group(n, vec, 2), 512
-    teams = cuda_rows.teams(n, vec, 2, most)
+    short, group = cuda_rows.group(n, vec, 2), cuda_rows.group(n, vec, 4)
+    teams, most = cuda_rows.teams(n, vec, 2, 512), 512
     if teams and teams.threads < 448:  # three of six warps each are better than two
-        most = 576
-        teams = cuda_rows.teams(n, vec, 2, most)
+        teams, most = cuda_rows.teams(n, vec, 2, 576), 576
     choices = (
-        Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if group else None,
+        Launch(short, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if short else None,
+        Launch(group, cuda_rows.GROUP_THREADS, 2, stages=2, at_once=1) if group else None,
         Launch(teams, most, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
     )
     few = next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)

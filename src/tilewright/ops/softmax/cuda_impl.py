@@ -43,7 +43,7 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> tuple[Plan, bool
     if vec == 1:
         plan = cuda_rows.group(n, 1, 4) or cuda_rows.block(n, 1, 4, 1024)
         return (plan, False) if plan else None
-    most = 256 if operands == 1 else 512
+    most = 384 if operands == 1 else 512
     plan = cuda_rows.group(n, vec, 2) if n <= 64 * vec else cuda_rows.block(n, vec, 4, most)
     if plan:
         return plan, False
