@@ -18,28 +18,32 @@ __device__ __forceinline__ void write_partial(
   asm volatile("" : "+r"(share));
   const int owners = blockDim.x / share;
   partial += static_cast<long long>(OWNER == CLUSTER ? seat.row : blockIdx.x) * n;
-  float* to = owners > 1 ? scratch + threadIdx.x / share * n : partial;
+  const auto write = [&](float* to) {
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int column = seat.column(i);
-    if (OWNER == GROUP) {  // the groups of a warp own the same columns
-      for (int distance = seat.lanes; distance < WARP_SIZE; distance *= 2) {
+    for (int i = 0; i < PACKS; ++i) {
+      const int column = seat.column(i);
+      if (OWNER == GROUP) {  // the groups of a warp own the same columns
+        for (int distance = seat.lanes; distance < WARP_SIZE; distance *= 2) {
 #pragma unroll
-        for (float& sum : sums[i]) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+          for (float& sum : sums[i]) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        }
+        if (threadIdx.x % WARP_SIZE >= seat.lanes) continue;
       }
-      if (threadIdx.x % WARP_SIZE >= seat.lanes) continue;
-    }
-    if (column >= n) continue;
+      if (column >= n) continue;
 #pragma unroll
-    for (int j = 0; j < VEC; j += WIDE) {
-      float part[WIDE];
+      for (int j = 0; j < VEC; j += WIDE) {
+        float part[WIDE];
 #pragma unroll
-      for (int k = 0; k < WIDE; ++k) part[k] = sums[i][j + k];
-      store<WIDE>(to + column + j, Pack<float, WIDE>::of(part));
+        for (int k = 0; k < WIDE; ++k) part[k] = sums[i][j + k];
+        store<WIDE>(to + column + j, Pack<float, WIDE>::of(part));
+      }
     }
+  };
+  if (owners == 1) {
+    write(partial);
+    return;
   }
-  if (owners == 1) return;
-
+  write(scratch + threadIdx.x / share * n);
   __syncthreads();
   for (int column = threadIdx.x; column < n; column += blockDim.x) {
     float total = 0.0f;
