@@ -184,7 +184,7 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
 
 
 # Runs of newer kernels that --max-seconds ended: an op that is in one is not sought elsewhere.
-INTERIM = ("interim/bench-model", "interim/bench-sweep", "interim/bench-fp8-sweep")
+INTERIM = ("interim/bench-model", "interim/bench-sweep")
 WHOLE = ("bench-model", "bench-sweep")
 
 
