@@ -103,14 +103,27 @@ def test_few_rows_are_spread_over_the_gpu_and_many_fill_it(name: str) -> None:
         assert choice.spread(2**31 - 2**16, card) == choice.plan
 
 
-def test_clusters_reach_262_144_columns_but_not_of_float_with_two_parameters() -> None:
-    h200 = gpu.pretend("h200")
-    for name, op in LAUNCHERS.items():
-        for vec in (8, 4):
-            widest = 196_608 if (name, vec) == ("layer_norm_fp8", 4) else 262_144
-            choice = op.launch(widest, vec, h200, "row")
-            assert choice and choice.plan.owner == "CLUSTER", (name, vec)
-            assert op.launch(widest + vec, vec, h200, "row") is None
+LONGEST = {  # columns of halves and of floats that are served; no shorter row is refused
+    ("layer_norm_fp8", 89): (16_640, 8_320),
+    ("layer_norm_fp8", 90): (262_144, 196_608),
+    ("layer_norm_fp8", 100): (262_144, 196_608),
+    ("layer_norm_fp8", 120): (131_072, 65_536),
+    ("rms_norm_fp8", 89): (24_576, 12_288),
+    ("rms_norm_fp8", 90): (262_144, 262_144),
+    ("rms_norm_fp8", 100): (262_144, 262_144),
+    ("rms_norm_fp8", 120): (196_608, 98_304),
+}
+
+
+@pytest.mark.parametrize(("name", "sm"), LONGEST)
+def test_rows_are_served_up_to_a_length_and_not_beyond(name: str, sm: int) -> None:
+    card = gpu.pretend(f"sm_{sm}")
+    for vec, longest in zip((8, 4), LONGEST[name, sm], strict=True):
+        for n, scaling, choice in choices(name, vec, sm):
+            assert (choice is not None) == (n <= longest), (n, scaling)
+        for scaling in fp8.SCALINGS:
+            assert LAUNCHERS[name].launch(longest, vec, card, scaling)
+            assert LAUNCHERS[name].launch(longest + vec, vec, card, scaling) is None
 
 
 def test_refusals_name_the_reason() -> None:

@@ -52,14 +52,28 @@ def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
 def test_a_gpu_runs_every_binary_of_an_h200(vec: int) -> None:
     """verify and the sanitizers take the cases that are declared, and no others."""
     gpu = gpus.pretend("h200")
-    for op in ("rms_norm", "layer_norm"):
+
+    def binaries(op: str, n: int) -> dict[str, Any]:
+        """By kernel: what of its template the length decides."""
+        if op == "softmax":
+            return {str(k): wide_or_not(softmax.launch(n, vec, gpu, operands=k)) for k in (1, 2)}
+        of_norms = launches(vec, n, gpu)
+        return {
+            k: v and v.template for k, v in of_norms.items() if k.removesuffix("_backward") == op
+        }
+
+    def wide_or_not(found: tuple[cuda_rows.Plan, bool] | None) -> Any:
+        plan, wide = found or (None, False)
+        return plan and (
+            (plan.owner, wide) if wide else (plan.owner, plan.packs, plan.compiled_for)
+        )
+
+    for op in ("rms_norm", "add_rms_norm", "layer_norm", "softmax"):
         taken = {c.dims["shape"][-1] for c in registry()[op].cases if c.group in GROUPS["cuda"]}
-        lengths = [n for n in taken if n % vec == 0]
-        for name in (op, f"{op}_backward"):
-            run = {choice.template for n in lengths if (choice := launches(vec, n, gpu)[name])}
-            for n in range(vec, 262_145, vec * (1 if vec == 8 else 2)):
-                choice = launches(vec, n, gpu)[name]
-                assert choice is None or choice.template in run, (name, n, choice)
+        run = {b for n in taken if n % vec == 0 for b in binaries(op, n).items()}
+        for n in range(vec, 262_145, vec * 4):
+            for kernel, binary in binaries(op, n).items():
+                assert binary is None or (kernel, binary) in run, (op, kernel, n, binary)
 
 
 OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 3,

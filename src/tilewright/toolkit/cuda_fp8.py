@@ -77,8 +77,9 @@ def launch(n: int, vec: int, gpu: Gpu, scaling: str, parameters: int) -> Launch 
         found = fitted(plan, TEAM_THREADS, 1, gpu, parameters)
         if found:
             return found
-    for threads in (TEAM_THREADS, TEAM_THREADS // 2):  # half of them where shared memory is scarce
-        wide = cuda_rows.cluster(n, vec, most, threads, threads, gpu)
+    # fewer threads, then fewer packs, where shared memory is scarce
+    for packs, threads in ((most, TEAM_THREADS), (most, TEAM_THREADS // 2), (4, TEAM_THREADS)):
+        wide = cuda_rows.cluster(n, vec, packs, threads, threads, gpu)
         found = fitted(wide, threads, 1, gpu, parameters) if wide else None
         if found:
             return found

@@ -75,6 +75,9 @@ def main(names: list[str]) -> int:
                 if context.serves(args):
                     ran[name, backend] += touch(op, args, backend, seen)
     torch.cuda.synchronize()
+    if not ran:
+        print(f"no backend of any op here is named {', '.join(names)}", file=sys.stderr)
+        return 2
     for (name, backend), count in ran.items():
         print(f"{name} {backend}: {count} binaries, forward and backward")
     return 0

@@ -21,6 +21,8 @@
 
 using namespace tilewright;
 
+constexpr float FAR = 8.0f;  // halves keep eleven digits at most, of twenty-four
+
 template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
           int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     bool far = false;
 #pragma unroll
     for (int r = 0; r < AT_ONCE; ++r) {
-      if (!moments(r).template far<T>()) continue;  // whoever is not keeps its bits
+      if (!moments(r).template far<T>(FAR)) continue;  // whoever is not keeps its bits
       far = true;
       centre[r] = moments(r).rest;
     }

@@ -29,7 +29,6 @@ SOURCE = nvrtc.Source.beside(__file__)
 WIDE = (
     Walk(packs=2, threads=384, blocks=1, stages=2, at_once=2),
     Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
-    Walk(packs=2, threads=384, blocks=1, cluster=2, stages=2, at_once=2),
     Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1),
     Walk(packs=2, threads=160, blocks=3, cluster=8, stages=2, at_once=2),
     Walk(packs=2, threads=512, blocks=1, cluster=16, stages=2, at_once=2),
@@ -46,13 +45,11 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
             return Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
         return Launch(alone, 384, 1, stages=2, at_once=1) if alone else None
     short, group = cuda_rows.group(n, vec, 2), cuda_rows.group(n, vec, 4)
-    teams, most = cuda_rows.teams(n, vec, 2, 512), 512
-    if teams and teams.threads < 448:  # three of six warps each are better than two
-        teams, most = cuda_rows.teams(n, vec, 2, 576), 576
+    teams = cuda_rows.teams(n, vec, 2, 576)
     choices = (
         Launch(short, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if short else None,
         Launch(group, cuda_rows.GROUP_THREADS, 2, stages=2, at_once=1) if group else None,
-        Launch(teams, most, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
+        Launch(teams, 576, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
     )
     few = next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)
     return few or cuda_rows.first_that_fits(WIDE, n, vec, gpu, operands=2, values=4, held=1)

@@ -60,7 +60,7 @@ def layer_norm(
     torch.nn.functional.layer_norm's signature. Half precision is computed in float32 and rounded
     once, at the end, to the input's dtype, which autocast does not change. Weight and bias have one
     dtype, the input's or float32. A mean far above the deviation costs no digits: it is taken out
-    before anything is squared.
+    before squares are summed.
 
     >>> import torch, tilewright
     >>> tilewright.layer_norm(torch.tensor([[1003.0, 1005.0]]), 2, eps=0.0)
@@ -175,8 +175,10 @@ def sample(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _rows(rounding: Rounding, input: Any, eps: float) -> tuple[Any, Any, Any]:
-    """(the normalised rows, 1 / deviation, what their own float32 arithmetic errs at most).
+def _rows(rounding: Rounding, input: Any, eps: float) -> tuple[Any, Any, Any, Any]:
+    """(the normalised rows, 1 / deviation, what their float32 arithmetic errs at most, the mean).
+
+    The mean is in deviations, and 0 where a kernel takes it out before it sums anything else.
 
     The mean comes out in two steps (notes.md), so the error is in proportion to the deviation. What
     the first step leaves is rounded once more: a mean of 10^6 deviations begins to show. Rows of
@@ -188,12 +190,10 @@ def _rows(rounding: Rounding, input: Any, eps: float) -> tuple[Any, Any, Any]:
     normed = (input - mean) * rstd
     path = sum_path(max(input.shape[-1], 2))
     far = path * Rounding.u32 * input.abs().mean(-1, keepdim=True) * rstd
-    near = torch.zeros_like(variance)
-    if rounding.u_in > rounding.u32 and input.numel():
-        near = (mean.pow(2) / variance).nan_to_num(0.0).clamp(max=8.0)
-    loss = 1 + near.sqrt() + 1.5 * near  # of a variance that is a difference, in its root
-    spread = normed.abs() * loss + 1 + near.sqrt() + far
-    return normed, rstd, (path + 8) * Rounding.u32 * spread
+    away = norms.deviations_away(rounding, mean, variance, 8.0)
+    loss = 1 + away + 1.5 * away.pow(2)  # of a variance that is a difference, in its root
+    spread = normed.abs() * loss + 1 + away + far
+    return normed, rstd, (path + 8) * Rounding.u32 * spread, away
 
 
 def tolerance(
@@ -201,7 +201,7 @@ def tolerance(
 ) -> tuple[torch.Tensor, ...]:
     """The error of the normalised value through the weight, one addition, one rounding."""
     (y,) = outputs
-    _, _, error = _rows(rounding, input, eps)
+    _, _, error, _ = _rows(rounding, input, eps)
     scale = 1.0 if weight is None else weight.abs()
     bound = y.abs() * (rounding.u_out + rounding.u32) + error * scale
     return (bound + rounding.tiny * (1 + scale),)
@@ -214,14 +214,14 @@ def tolerance_backward(
     """dx = rstd (g - mean(g) - xh mean(g xh)); dw and db sum dy xh and dy over the rows."""
     dx, dw, db = outputs
     n, rows = max(input.shape[-1], 2), max(math.prod(input.shape[:-1]), 2)
-    normed, rstd, error = _rows(rounding, input, eps)
+    normed, rstd, error, away = _rows(rounding, input, eps)
     g = (grad if weight is None else grad * weight).abs()
 
     def mean(terms: torch.Tensor) -> torch.Tensor:
         return terms.mean(-1, keepdim=True)
 
     sums = (sum_path(n) + 16) * rounding.u32
-    reach = g + mean(g) + normed.abs() * mean(g * (normed.abs() + 1))
+    reach = g + mean(g) + normed.abs() * mean(g * (normed.abs() + 1 + away))
     through = error * mean(g * normed.abs()) + normed.abs() * mean(g * error)
     bound_dx = dx.abs() * rounding.u_out + rstd * (reach * sums + through)
 

@@ -145,8 +145,8 @@ def tolerance(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The norm is off as layer_norm is in float32; fp8.error_bounds says what that does to both.
 
-    Rows of halves may take their moments around zero while the squared mean is within 8 variances,
-    or around their first element: the variance is a difference then, and so is what is normed.
+    Rows of halves may take their moments around zero while the mean is within a deviation, or
+    around their first element: the variance is a difference then, and so is what is normed.
     """
     y = reference.unrounded(input, weight, bias, eps)
     mean, first = input.mean(-1, keepdim=True), input[..., :1]
@@ -154,12 +154,11 @@ def tolerance(
     variance = centred.pow(2).mean(-1, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
     path = sum_path(max(input.shape[-1], 2))
-    near = torch.zeros_like(variance)
-    if rounding.u_in > rounding.u32:
-        near = (mean.pow(2) / variance).nan_to_num(0.0).clamp(max=8.0)
-    loss = 1 + near.sqrt() + 1.5 * near  # of a variance that is a difference, in its root
-    apart = (input - first).abs().mean(-1, keepdim=True) * rstd + near.sqrt()
-    error = (path + 8) * fp8.U32 * ((centred * rstd).abs() * loss + 1 + apart)
+    away = norms.deviations_away(rounding, mean, variance, 1.0)
+    loss = 1 + away + 1.5 * away.pow(2)  # of a variance that is a difference, in its root
+    apart = (input - first).abs().mean(-1, keepdim=True) * rstd + away
+    far = path * fp8.U32 * input.abs().mean(-1, keepdim=True) * rstd  # a mean of 10^6 deviations
+    error = (path + 8) * fp8.U32 * ((centred * rstd).abs() * loss + 1 + apart + far)
     factor = 1.0 if weight is None else weight.abs()
     error = error * factor + 2 * fp8.U32 * y.abs()
     error = error + torch.finfo(torch.float32).tiny * (1 + factor)
@@ -191,6 +190,12 @@ CASES = (
             "bias": False,
             **PEAK,
         },
+    ),
+    # below and beyond what one pass over halves may be away from zero
+    *(
+        Case(f"mean-{mean}-{n}", {"shape": (7, n), "mean": mean, "weight": False, "bias": False})
+        for mean in (0.9, 1.1, 2.5)
+        for n in (1000, 4096)
     ),
     *(Case(f"far-mean-packs-{s}", {"shape": (7, 1000), **FAR, "scaling": s}) for s in fp8.SCALINGS),
     *fp8_norms.CASES,

@@ -6,10 +6,11 @@
 
 namespace tilewright {
 
-// total / n, rounded as a division is; `inverse` is 1 / n. The mean of a constant row is exact.
+// total / n, nearly always rounded as a division is; `inverse` is 1 / n.
 __device__ __forceinline__ float mean_of(float total, int n, float inverse) {
   const float mean = total * inverse;
-  return fmaf(fmaf(-mean, static_cast<float>(n), total), inverse, mean);
+  const float left = fmaf(-mean, static_cast<float>(n), total);  // NaN for an infinite total
+  return left == left ? fmaf(left, inverse, mean) : mean;
 }
 
 struct Moments {
@@ -23,11 +24,10 @@ struct Moments {
         rest(mean_of(sums[0], n, inverse)),
         variance(mean_of(sums[1], n, inverse) - rest * rest) {}
 
-  // How far from zero, in squared deviations, the mean may be: sums of squares lose a digit for
-  // every factor of two. Halves keep eleven digits at most, of twenty-four. Squares that overflow
-  // are far.
-  template <class T> __device__ __forceinline__ bool far() const {
-    return sizeof(T) == 4 || !(rest * rest <= 8.0f * variance);
+  // Whether the mean is farther from zero than so many squared deviations: a sum of squares loses a
+  // digit for every factor of two. A sum that overflowed is far.
+  template <class T> __device__ __forceinline__ bool far(float squared_deviations) const {
+    return sizeof(T) == 4 || !(rest * rest <= squared_deviations * variance);
   }
 };
 

@@ -57,8 +57,8 @@ template <Owner OWNER, int VEC> struct Seat {
   __device__ __forceinline__ int column(int pack) const { return first + pack * stride(); }
 
   // Groups of a warp may run out of rows at different times, but all take part in every shuffle, so
-  // they go on as long as the first of them; so do the teams of a block, which then meet their
-  // barriers equally often. Blocks and clusters end by themselves.
+  // they go on as long as the first of them; so do the teams of a block. Blocks and clusters end by
+  // themselves.
   static constexpr bool ENDS_ALONE = OWNER == BLOCK || OWNER == CLUSTER;
 
   // The row at which the first of those owners is while this one is at `row`, at_once rows apart.
