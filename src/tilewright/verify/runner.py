@@ -58,8 +58,8 @@ def plan(
         declared = [c for op in ops or registry() for c in registry()[op].cases]
         names = dict.fromkeys(c.name for c in declared if c.group in GROUPS[device])
         _known(case, names, "--case")
-        if only:
-            raise InputError("verify: --case runs an edge case alone; --only cannot go with it.")
+        if set(only) - {"cases"}:
+            raise InputError("verify: --case is for the check `cases`; --only must name no other.")
         only = ["cases"]
     count = cases if cases is not None else RANDOM[device][full]
     steps = []
