@@ -14,7 +14,6 @@ import torch
 
 from tilewright import checks
 from tilewright.errors import DTypeError, InputError, sentence
-from tilewright.spec import Rounding
 
 Tensor = torch.Tensor
 LAST_DIM = "Pass input.shape[-1:] for a norm over the last dim."
@@ -89,14 +88,3 @@ def check_parameter_dtypes(op: str, input: Tensor, weight: Any, bias: Any) -> No
 
 def _name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
-
-
-def deviations_away(rounding: Rounding, mean: Tensor, variance: Tensor, most: float) -> Tensor:
-    """How far from zero the mean is, in deviations, in rows that are summed without taking it out.
-
-    Kernels do so with rows of halves whose squared mean is within `most` variances.
-    """
-    if rounding.u_in <= rounding.u32:
-        return torch.zeros_like(variance)
-    squared = (mean.pow(2) / variance).nan_to_num(0.0)  # a row of zeros
-    return squared.where(squared <= 1.05 * most, 0.0).sqrt()

@@ -249,6 +249,17 @@ def sum_path(n: int) -> float:
     return math.ceil(math.log2(max(n, 2))) + math.sqrt(n / 256)
 
 
+def deviations_away(rounding: Rounding, mean: Any, variance: Any, most: float) -> Any:
+    """How far from zero the mean is, in deviations, in rows that are summed without taking it out.
+
+    Kernels do so with rows of halves whose squared mean is within `most` variances.
+    """
+    if rounding.u_in <= rounding.u32:
+        return torch.zeros_like(variance)
+    squared = (mean.pow(2) / variance).nan_to_num(0.0)  # a row of zeros
+    return squared.where(squared <= 1.05 * most, 0.0).sqrt()
+
+
 def _roundoff(dtype: torch.dtype, interpreted: bool) -> float:
     # Triton's interpreter truncates fp32 -> bf16 where a GPU rounds to nearest: one more bit.
     if dtype == torch.bfloat16:

@@ -39,6 +39,7 @@ from tilewright.spec import (
     Cost,
     Op,
     Rounding,
+    deviations_away,
     normal,
     sum_path,
 )
@@ -190,7 +191,7 @@ def _rows(rounding: Rounding, input: Any, eps: float) -> tuple[Any, Any, Any, An
     normed = (input - mean) * rstd
     path = sum_path(max(input.shape[-1], 2))
     far = path * Rounding.u32 * input.abs().mean(-1, keepdim=True) * rstd
-    away = norms.deviations_away(rounding, mean, variance, 8.0)
+    away = deviations_away(rounding, mean, variance, 8.0)
     loss = 1 + away + 1.5 * away.pow(2)  # of a variance that is a difference, in its root
     spread = normed.abs() * loss + 1 + away + far
     return normed, rstd, (path + 8) * Rounding.u32 * spread, away

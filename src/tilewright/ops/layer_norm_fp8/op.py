@@ -14,7 +14,18 @@ from tilewright.errors import DTypeError, InputError
 from tilewright.fp8_norms import PEAK, ones
 from tilewright.ops.layer_norm_fp8 import reference
 from tilewright.shapes import random_shape
-from tilewright.spec import Args, Backend, BadInput, Case, Cost, Op, Rounding, normal, sum_path
+from tilewright.spec import (
+    Args,
+    Backend,
+    BadInput,
+    Case,
+    Cost,
+    Op,
+    Rounding,
+    deviations_away,
+    normal,
+    sum_path,
+)
 
 HERE = "tilewright.ops.layer_norm_fp8"
 
@@ -154,7 +165,7 @@ def tolerance(
     variance = centred.pow(2).mean(-1, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
     path = sum_path(max(input.shape[-1], 2))
-    away = norms.deviations_away(rounding, mean, variance, 1.0)
+    away = deviations_away(rounding, mean, variance, 1.0)
     loss = 1 + away + 1.5 * away.pow(2)  # of a variance that is a difference, in its root
     apart = (input - first).abs().mean(-1, keepdim=True) * rstd + away
     far = path * fp8.U32 * input.abs().mean(-1, keepdim=True) * rstd  # a mean of 10^6 deviations
