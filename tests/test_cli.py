@@ -156,6 +156,10 @@ MISUNDERSTOOD = {
     "verify on no device": ("verify relu --device tpu", ("--device", "tpu", "cpu or cuda")),
     "verify without a GPU": ("verify relu --device cuda", ("no GPU", "--device cpu")),
     "no such check": ("verify relu --device cpu --only nonsense", ("--only", "layouts")),
+    "a case for another check": (
+        "verify relu --device cpu --case one-dim --only random",
+        ("--case", "--only"),
+    ),
     "no such case": ("verify relu --device cpu --case nonsense", ("--case", "one-dim")),
     "no such backend": ("verify relu --device cpu --backend nonsense", ("backend", "triton")),
     "nothing to check": ("verify relu --device cpu --only large", ("verify", "nothing")),

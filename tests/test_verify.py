@@ -17,7 +17,7 @@ import torch
 
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Op, Rounding
-from tilewright.verify import CHECKS, Context, Result, compare, layouts, plan
+from tilewright.verify import CHECKS, Context, Result, compare, layouts, plan, touch
 from tilewright.verify.checks import BASE, _relaid, edge_cases
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
 from tilewright.verify.summary import summarise
@@ -460,3 +460,9 @@ def test_touch_runs_a_binary_once(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     # forward, backward and the sum of partials; 60 columns lose the 16-byte loads, but not the sum
     assert done.stdout.split() == ["3", "2", "0", "2"], done.stderr[-1000:]
+
+
+def test_touch_refuses_a_backend_that_no_op_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sanitizer that watched nothing would report no error."""
+    assert touch.main(["cuda", "cdua"]) == 2
+    assert "'cdua'" in capsys.readouterr().out

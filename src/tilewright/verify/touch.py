@@ -60,6 +60,10 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
 
 
 def main(names: list[str]) -> int:
+    known = {backend for name in registry() for backend in backends_on(name, "cuda")}
+    for unknown in [name for name in names if name not in known]:
+        print(f"touch: no backend is named {unknown!r}; there are {', '.join(sorted(known))}.")
+        return 2
     ran: Counter[tuple[str, str]] = Counter()
     for name, op in registry().items():
         edge = [case for case in op.cases if case.group in GROUPS["cuda"]]
@@ -75,9 +79,6 @@ def main(names: list[str]) -> int:
                 if context.serves(args):
                     ran[name, backend] += touch(op, args, backend, seen)
     torch.cuda.synchronize()
-    if not ran:
-        print(f"no backend of any op here is named {', '.join(names)}", file=sys.stderr)
-        return 2
     for (name, backend), count in ran.items():
         print(f"{name} {backend}: {count} binaries, forward and backward")
     return 0

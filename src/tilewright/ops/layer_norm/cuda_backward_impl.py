@@ -25,7 +25,7 @@ from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
-
+# Two rows at once where their gradients leave the registers for it (H200, 2026-11).
 WIDE = (
     Walk(packs=2, threads=384, blocks=1, stages=2, at_once=2),
     Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
