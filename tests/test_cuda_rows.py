@@ -97,7 +97,8 @@ def test_binaries_allow_for_the_blocks_that_plans_want(vec: int, sm: int) -> Non
             walks = choice.stages > 0
             assert walks or not (choice.at_once or choice.plan.cluster > 1)
             known = [choice.at_once, choice.stages] if choice.at_once else [choice.stages]
-            assert list(choice.template[2:-2]) == (known if walks else [])
+            bounds = [choice.threads, choice.blocks, *(["true"] if choice.aside else [])]
+            assert list(choice.template[2:]) == [*(known if walks else []), *bounds]
             for count in (1, 5, 2**31 - 2**16):
                 owners = choice.grid(count) // choice.plan.cluster * choice.plan.rows
                 assert owners * (choice.at_once or 1) >= count

@@ -62,21 +62,27 @@ class Launch:
     stages: int = 0  # sets of rows under way in a kernel that walks; 0: it does not
     at_once: int = 0  # rows in a set, reduced together; 0: one, and the kernel knows no other
     waves: int = 1  # how often the grid of a kernel that walks fills the GPU
+    aside: bool = False  # a sum over rows, of floats, is in shared memory instead of registers
 
     @property
     def template(self) -> tuple[str | int, ...]:
         """The parameters of the kernel's template, after type and width."""
         walk = [number for number in (self.at_once, self.stages) if number]
-        return (self.plan.packs, self.plan.owner, *walk, self.threads, self.blocks)
+        aside = ["true"] if self.aside else []
+        return (self.plan.packs, self.plan.owner, *walk, self.threads, self.blocks, *aside)
 
     def grid(self, count: int) -> int:
         """Blocks of a grid that owns all of `count` rows at once."""
         return self.plan.grid(ceil(count, self.at_once or 1))
 
-    def shared(self, operands: int) -> int:
-        """Bytes of the rows under way; none where a kernel reads element by element."""
-        travels = self.plan.vec > 1
-        return self.plan.shared(operands * (self.at_once or 1), self.stages) if travels else 0
+    def shared(self, operands: int, held: int = 0) -> int:
+        """Bytes of the rows under way, of those that stay (`held`), and of a sum aside.
+
+        No row is under way where a kernel reads element by element.
+        """
+        under_way = operands * (self.at_once or 1) * self.stages if self.plan.vec > 1 else 0
+        aside = self.plan.vec * 4 // PACK_BYTES if self.aside else 0
+        return self.plan.shared(under_way + held + aside)
 
     def fits(self, gpu: Gpu, operands: int, values: int, held: int = 0) -> bool:
         """Whether a block of this GPU has the shared memory for it.
@@ -84,7 +90,7 @@ class Launch:
         `values` of each row are reduced together; `held` rows stay there besides those under way.
         """
         room = gpu.shared_per_block - exchange_bytes(values * (self.at_once or 1))
-        return self.shared(operands) + self.plan.shared(held) <= room
+        return self.shared(operands, held) <= room
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class Walk:
     cluster: int = 1  # blocks that share a row, at most
     at_once: int = 0
     waves: int = 1
+    aside: bool = False
+    full: bool = False  # only for rows that leave hardly a thread idle
 
     def launch(self, n: int, vec: int, gpu: Gpu) -> Launch | None:
         """For rows of n columns, or None if they are longer than it is for."""
@@ -107,7 +115,10 @@ class Walk:
             plan = cluster(n, vec, self.packs, self.threads, self.threads, gpu)
         if plan is None or plan.cluster > self.cluster:
             return None
-        return Launch(plan, self.threads, self.blocks, self.stages, self.at_once, self.waves)
+        if self.full and n * 16 < vec * self.packs * self.threads * self.cluster * 15:
+            return None
+        walk = self.stages, self.at_once, self.waves, self.aside
+        return Launch(plan, self.threads, self.blocks, *walk)
 
 
 def first_that_fits(

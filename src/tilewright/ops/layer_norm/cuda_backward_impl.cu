@@ -3,7 +3,8 @@
 // Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows, AT_ONCE at a
 // time. The next rows travel through a ring while these are reduced, and rows that are reduced
 // together share barriers and shuffles; each thread owns the same columns of every row, so the
-// gradients of weight and bias stay in its registers until the end. Moments come out of one pass, and
+// gradients of weight and bias stay in its registers until the end (the bias' in shared memory where
+// there is no room). Moments come out of one pass, and
 // of a second one around the mean where that is far from zero (moments.cuh). Bytes per element of T:
 // 2 read, 1 written, and once per block or cluster two rows of float partials.
 //
@@ -21,10 +22,8 @@
 
 using namespace tilewright;
 
-constexpr float FAR = 8.0f;  // halves keep eleven digits at most, of twenty-four
-
 template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
-          int BLOCKS>
+          int BLOCKS, bool BIAS_ASIDE = false>
 __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
     const T* __restrict__ input, const T* __restrict__ weight, Rows grad_rows, Rows input_rows,
@@ -64,12 +63,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     kept.put(0, i, there ? load<VEC>(weight + seat.column(i)) : filled<T, VEC>(1.0f));
   }
   float dw[PACKS][VEC] = {}, db[PACKS][VEC] = {};
+  const Aside<VEC, PACKS> aside(kept.end(1));
+  if constexpr (BIAS_ASIDE) aside.clear();
   const float inverse = 1.0f / n;
   if (OWNER == CLUSTER) cluster_wait();
 
   int stage = 0;
-  unsigned turn = 0;
-  for (; seat.leader(first, AT_ONCE) < rows; first += step) {
+  unsigned turn = 0, rounds = 0;
+  for (; seat.leader(first, AT_ONCE) < rows; first += step, ++rounds) {
     constexpr bool ALWAYS = Seat<OWNER, VEC>::ENDS_ALONE && AT_ONCE == 1;
     const auto real = [&](int r) { return ALWAYS || first + r < rows; };
     const auto take = [&](int operand, int r, int i, const T* from, const Rows& at) {
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     bool far = false;
 #pragma unroll
     for (int r = 0; r < AT_ONCE; ++r) {
-      if (!moments(r).template far<T>(FAR)) continue;  // whoever is not keeps its bits
+      if (!moments(r).template far<T>()) continue;  // whoever is not keeps its bits
       far = true;
       centre[r] = moments(r).rest;
     }
@@ -145,8 +146,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
             const float xhat = left * rstd[r] - shift[r];
             d[j] = rstd[r] * (g[j] * w[j]) - g_mean[r] - xhat * along[r];
             dw[i][j] += g[j] * xhat;
-            db[i][j] += g[j];
+            if constexpr (!BIAS_ASIDE) db[i][j] += g[j];
           }
+          if constexpr (BIAS_ASIDE) aside.add(i, g);
           if (real(r) && seat.column(i) < n) {
             store<VEC>(to + r * n + i * seat.stride(), Pack<T, VEC>::of(d));
           }
@@ -160,10 +162,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
 
   if (!partial) return;
   wait_batches<0>();
-  __syncthreads();  // the ring of every owner is over
+  // The ring of every owner is over. Teams may have met a different number of times; racecheck, which
+  // orders accesses by that number, would call the exchange below a race.
+  if (__syncthreads_or(OWNER == TEAM && turn != rounds)) {
+    for (; turn < 2 * rounds; ++turn) barrier<OWNER != TEAM>(seat.lanes);
+  }
   float* scratch = reinterpret_cast<float*>(memory);
   const long long owners = OWNER == CLUSTER ? gridDim.x / cluster_size() : gridDim.x;
   write_partial<VEC, PACKS>(partial, dw, seat, n, scratch);
+  if constexpr (BIAS_ASIDE) aside.read(db);
   write_partial<VEC, PACKS>(partial + owners * n, db, seat, n, scratch);
 }
 

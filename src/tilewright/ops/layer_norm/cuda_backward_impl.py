@@ -4,7 +4,7 @@ Persistent groups of lanes, teams of warps or clusters walk down the rows; the n
 through shared memory meanwhile. The gradients of weight and bias stay in registers over all rows of
 a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the same
 bits on every run. Limits: float32, float16, bfloat16; weight, bias and gradient of the input's
-dtype; 12,288 half or 6,144 float columns without clusters, 131,072 half or 65,536 float columns
+dtype; 12,288 half or 6,144 float columns without clusters, 262,144 half or 131,072 float columns
 with them, 1,536 without 16-byte loads; fewer where a block has less shared memory than an H100
 gives it.
 """
@@ -29,10 +29,10 @@ SOURCE = nvrtc.Source.beside(__file__)
 WIDE = (
     Walk(packs=2, threads=384, blocks=1, stages=2, at_once=2),
     Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
-    Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1),
-    Walk(packs=2, threads=160, blocks=3, cluster=8, stages=2, at_once=2),
+    Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1, full=True),
     Walk(packs=2, threads=512, blocks=1, cluster=16, stages=2, at_once=2),
     Walk(packs=4, threads=256, blocks=1, cluster=16, stages=2, at_once=1),
+    Walk(packs=4, threads=512, blocks=1, cluster=16, stages=2, at_once=1, aside=True),
     Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),  # where there are no clusters
 )
 
@@ -82,10 +82,9 @@ def _backward(
     assert choice is not None  # `refuses` was asked
     plan = choice.plan
     kernel_name = instance("layer_norm_backward", TYPE_NAMES[dtype], vec, *choice.template)
-    held = choice.shared(2) + plan.shared(1)  # rows under way, and each thread's part of the weight
     place: dict[str, Any] = {
         "block": plan.threads,
-        "shared": max(held, cuda_partials.scratch_bytes(plan, n)),
+        "shared": max(choice.shared(2, held=1), cuda_partials.scratch_bytes(plan, n)),
         "cluster": plan.cluster,
         "gpu": gpu,
     }

@@ -18,7 +18,6 @@
 
 using namespace tilewright;
 
-constexpr float FAR = 8.0f;  // halves keep eleven digits at most, of twenty-four
 
 // Adds x - centre and its square: a chain for each pack, for chains that wait for nobody are faster.
 template <class T, int VEC>
@@ -47,7 +46,7 @@ __device__ __forceinline__ Moments moments_of(
   for (int i = 0; i < PACKS; ++i) add_moments(sums, x(i));
   row_reduce<Sum, OWNER>(sums, seat.lanes, exchange, turn++);
   const Moments found(0.0f, sums, n, inverse);
-  const bool far = found.far<T>(FAR);
+  const bool far = found.far<T>();
   // shuffles of groups want the whole warp
   if (OWNER == GROUP ? !__any_sync(FULL_WARP, far) : !far) return found;
 

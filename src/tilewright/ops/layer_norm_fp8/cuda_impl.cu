@@ -19,7 +19,6 @@
 
 using namespace tilewright;
 
-constexpr float FAR = 1.0f;  // the scale is a float and shows every digit
 
 struct Statistics {
   float centre;  // what is taken from every element
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_fp8_rows(
       return Moments(centre, sums, n, inverse);
     };
     Moments found = moments(0.0f);
-    const bool far = found.template far<T>(FAR);
+    const bool far = found.template far<T>(1.0f);  // the scale is a float and shows every digit
     if (OWNER == GROUP ? __any_sync(FULL_WARP, far) : far) {
       const float centre = far ? found.rest : 0.0f;  // neighbours of a warp keep their bits
 #pragma unroll

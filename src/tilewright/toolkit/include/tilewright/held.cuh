@@ -20,6 +20,7 @@ template <class T, int VEC> struct Held {
     uint4* mine = slots + (row * blockDim.x + warp * WARP_SIZE) * packs + lane;
     return mine + pack * WARP_SIZE;
   }
+  __device__ __forceinline__ uint4* end(int rows) const { return slots + rows * packs * blockDim.x; }
   __device__ __forceinline__ void ask(int row, int pack, const T* from, bool inside) const {
     static_assert(sizeof(T) * VEC == 16);
     fetch(slot(row, pack), from, inside);

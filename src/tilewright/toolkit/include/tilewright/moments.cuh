@@ -6,6 +6,10 @@
 
 namespace tilewright {
 
+// Squared deviations that a mean may be from zero: a sum of squares loses a digit for every factor of
+// two, and a result in halves shows eleven of twenty-four.
+constexpr float FAR = 8.0f;
+
 // total / n, nearly always rounded as a division is; `inverse` is 1 / n.
 __device__ __forceinline__ float mean_of(float total, int n, float inverse) {
   const float mean = total * inverse;
@@ -24,9 +28,9 @@ struct Moments {
         rest(mean_of(sums[0], n, inverse)),
         variance(mean_of(sums[1], n, inverse) - rest * rest) {}
 
-  // Whether the mean is farther from zero than so many squared deviations: a sum of squares loses a
-  // digit for every factor of two. A sum that overflowed is far.
-  template <class T> __device__ __forceinline__ bool far(float squared_deviations) const {
+  // Whether the mean is farther from zero than that, or its square is more than a float holds. (Squares
+  // of near elements whose sum overflows have an infinite variance: torch's row of zeros.)
+  template <class T> __device__ __forceinline__ bool far(float squared_deviations = FAR) const {
     return sizeof(T) == 4 || !(rest * rest <= squared_deviations * variance);
   }
 };

@@ -2,10 +2,38 @@
 // owners'. No atomics, and an order that depends on nothing but the launch: the same bits every run.
 #pragma once
 
+#include "tilewright/held.cuh"
 #include "tilewright/rows.cuh"
 #include "tilewright/vector.cuh"
 
 namespace tilewright {
+
+// A thread's sums over its rows, aside: in shared memory, where registers have no room for them.
+template <int VEC, int PACKS> struct Aside {
+  Held<float, 4> held;  // PACKS * VEC floats of each thread
+
+  __device__ __forceinline__ explicit Aside(uint4* slots) : held{slots, PACKS * VEC / 4} {}
+  __device__ __forceinline__ void clear() const {
+#pragma unroll
+    for (int i = 0; i < PACKS * VEC / 4; ++i) held.put(0, i, Pack<float, 4>{});
+  }
+  template <class T> __device__ __forceinline__ void add(int i, const Pack<T, VEC>& row) const {
+#pragma unroll
+    for (int j = 0; j < VEC; j += 4) {
+      Pack<float, 4> sums = held.get(0, (i * VEC + j) / 4);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums.words[k] += row[j + k];
+      held.put(0, (i * VEC + j) / 4, sums);
+    }
+  }
+  __device__ __forceinline__ void read(float (&sums)[PACKS][VEC]) const {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) sums[i][j] = held.get(0, (i * VEC + j) / 4)[j % 4];
+    }
+  }
+};
 
 // One row of partials per block or cluster. A block with several owners joins theirs in `scratch`, a
 // float for each owner (each warp, if groups own rows) and column; the ring is over, all call.
