@@ -291,6 +291,10 @@ def test_same_bits_tells_zeros_apart_and_knows_nan() -> None:
     nan = torch.tensor([math.nan])
     assert same_bits([nan], [nan.clone()])
     assert not same_bits([torch.tensor([0.0])], [torch.tensor([-0.0])])
+    assert not same_bits([torch.zeros(2)], [torch.zeros(1)])  # which would broadcast
+    assert not same_bits([torch.zeros(2)], [torch.zeros(2, dtype=torch.int32)])
+    assert compare.changed(["a", "b"], [nan, None], [nan.clone(), None]) == []
+    assert compare.changed(["a", "b"], [nan, torch.ones(1)], [nan, torch.zeros(1)]) == ["b"]
 
 
 def test_the_summary_counts_failures() -> None:
@@ -466,3 +470,5 @@ def test_touch_refuses_a_backend_that_no_op_has(capsys: pytest.CaptureFixture[st
     """A sanitizer that watched nothing would report no error."""
     assert touch.main(["cuda", "cdua"]) == 2
     assert "'cdua'" in capsys.readouterr().out
+    assert touch.main(["relu", "cuda"]) == 2
+    assert "relu, cuda" in capsys.readouterr().out

@@ -70,14 +70,13 @@ class Guard:
 
     def faults(self) -> list[str]:
         """What the margins say: one line for each buffer written outside its bounds."""
-        found = []
+        lines, clean = [], []
         for buffer, start, extent in self.buffers:
-            before, after = buffer[:start], buffer[start + extent :]
-            if not bool(before.isnan().all()):
-                found.append(f"wrote before a buffer of {extent} elements")
-            if not bool(after.isnan().all()):
-                found.append(f"wrote past a buffer of {extent} elements")
-        return found
+            for where, margin in (("before", buffer[:start]), ("past", buffer[start + extent :])):
+                lines.append(f"wrote {where} a buffer of {extent} elements")
+                clean.append(margin.isnan().all())
+        fine = torch.stack(clean).tolist() if clean else []  # one transfer for all margins
+        return [line for line, ok in zip(lines, fine, strict=True) if not ok]
 
 
 @contextmanager

@@ -33,6 +33,15 @@ class Verdict:
         return other if other.ratio > self.ratio or math.isnan(other.ratio) else self
 
 
+def numbers(*values: torch.Tensor) -> list[float]:
+    """Values of one element each, in one transfer.
+
+    Processes that verify side by side share a GPU, and each wait for it may last as long as the
+    others' turns: waits are most of what a check costs.
+    """
+    return torch.stack([v.double() for v in values]).tolist() if values else []
+
+
 def in_float64(args: Sequence[Any]) -> list[Any]:
     def wide(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -72,17 +81,18 @@ def within(
     may_overflow = wanted.abs() + bound > limit
     infinite = (wide == wanted.sign() * math.inf) & (may_overflow | wanted.isinf())
     odd = (wide.isnan() != wanted.isnan()) | (~infinite & (wide.isinf() | wanted.isinf()))
-    if bool(odd.any()):
-        at = tuple(odd.nonzero()[0].tolist())
-        return Verdict(
-            message=f"{what}: {float(wide[at])} at {at} where float64 has {float(wanted[at])}"
-        )
     plain = ~infinite & ~wanted.isnan()
     aim = wanted.clamp(-limit, limit) if truncates else wanted
     error = torch.where(plain, (wide - aim).abs(), 0.0)
     allowed = torch.where(plain, bound.expand_as(wanted), 1.0)
     ratio = torch.where(error > 0, error / allowed, 0.0)  # a zero bound allows no error: inf
-    return Verdict(float(ratio.max()), float(error.max()))
+    is_odd, worst_ratio, worst_error = numbers(odd.any(), ratio.max(), error.max())
+    if is_odd:
+        at = tuple(odd.nonzero()[0].tolist())
+        return Verdict(
+            message=f"{what}: {float(wide[at])} at {at} where float64 has {float(wanted[at])}"
+        )
+    return Verdict(worst_ratio, worst_error)
 
 
 def like_torch(
@@ -100,13 +110,17 @@ def like_torch(
     way is truncated here (bfloat16 in Triton's interpreter), which errs twice as much.
     """
     finite = wanted.isfinite() & torchs.isfinite() & got.isfinite()
-    if not bool(finite.any()):
+    if not got.numel():
         return Verdict()
-    ours = (got.double() - wanted).abs()[finite].max()
-    theirs = (torchs.double() - wanted).abs()[finite].max()
-    floor = (u_out + 4 * 2.0**-24) * wanted[finite].abs().max() + torch.finfo(got.dtype).tiny
-    allowed = (4 if truncates else 2) * theirs + floor
-    return Verdict(float(ours / allowed), float(ours))
+
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(finite, values.abs(), 0.0).max()
+
+    ours, theirs, size = numbers(
+        largest(got.double() - wanted), largest(torchs.double() - wanted), largest(wanted)
+    )
+    floor = (u_out + 4 * 2.0**-24) * size + torch.finfo(got.dtype).tiny
+    return Verdict(ours / ((4 if truncates else 2) * theirs + floor), ours)
 
 
 def rounds_like(got: torch.Tensor, torchs: torch.Tensor, what: str) -> Verdict:
@@ -119,7 +133,7 @@ def rounds_like(got: torch.Tensor, torchs: torch.Tensor, what: str) -> Verdict:
     ours, theirs = got.double(), torchs.double()
     finite = ours.isfinite() & theirs.isfinite()
     apart = (ours - theirs).abs() > 2.0**-14 * theirs.abs() + torch.finfo(got.dtype).tiny
-    count, total = int((apart & finite).sum()), int(finite.sum())
+    count, total = map(int, numbers((apart & finite).sum(), finite.sum()))
     if count > max(4, total // 10):
         return Verdict(message=f"{what}: {count} of {total} are not rounded as the reference's")
     return Verdict()
@@ -199,9 +213,9 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
     faults = guard.faults()
     if faults:
         return Verdict(message=faults[0]), got
-    for name, a, b in zip(op.arguments, args, before, strict=True):
-        if isinstance(a, torch.Tensor) and not torch.equal(_bits(a), _bits(b)):
-            return Verdict(message=f"argument {name} was changed"), got
+    spoiled = changed(op.arguments, before, args)
+    if spoiled:
+        return Verdict(message=f"argument {spoiled[0]} was changed"), got
     expected = as_tuple(op.outputs(*on_meta(args)))
     for o, e in zip(got, expected, strict=True):
         if (o.dtype, o.shape, _real_strides(o)) != (e.dtype, e.shape, _real_strides(e)):
@@ -209,10 +223,13 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
             return Verdict(message=message), got
     if got[0].is_cuda:
         # the first makes the plan, the second takes the short way, the third the launch it left
-        for way in ("dispatcher", "short way", "ready launch"):
-            with torch.no_grad():
-                if not same_bits(as_tuple(call(op, args, backend)), got):
-                    return Verdict(message=f"the {way} gives other bits"), got
+        ways = ("dispatcher", "short way", "ready launch")
+        with torch.no_grad():
+            again = [as_tuple(call(op, args, backend)) for _ in ways]
+        names = [way for way in ways for _ in got]
+        strange = changed(names, got * len(ways), [o for each in again for o in each])
+        if strange:
+            return Verdict(message=f"the {strange[0]} gives other bits"), got
     torchs = as_tuple(op.reference(*args))
     tensors = [a for a in (*args, *got) if isinstance(a, torch.Tensor)]
     truncates = interpreted and any(t.dtype == torch.bfloat16 for t in tensors)
@@ -244,9 +261,10 @@ def backward(
         grads = grads or random_like(outputs, seed)
         before = [g.clone() for g in grads]
         got = torch.autograd.grad(outputs, [leaves[i] for i in places], grads)
-    if guard.faults():
-        return Verdict(message=guard.faults()[0]), got
-    if any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(grads, before, strict=True)):
+    faults = guard.faults()
+    if faults:
+        return Verdict(message=faults[0]), got
+    if not same_bits(grads, before):
         return Verdict(message="the incoming gradient was changed"), got
 
     truncates = interpreted and any(t.dtype == torch.bfloat16 for t in (*got, *outputs))
@@ -268,7 +286,22 @@ def random_like(outputs: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor
 
 
 def same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return all(torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True))
+    return not changed([""] * len(a), a, b)
+
+
+def changed(names: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> list[str]:
+    """The names of the tensors whose bits, shape or dtype differ; what is none does not count."""
+    pairs = zip(names, before, after, strict=True)
+    tensors = [(name, a, b) for name, a, b in pairs if isinstance(a, torch.Tensor)]
+    differ = numbers(*(_differ(a, b) for _, a, b in tensors))
+    return [name for (name, _, _), d in zip(tensors, differ, strict=True) if d]
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether they do, on their device."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return torch.ones((), device=a.device)
+    return (_bits(a) != _bits(b)).any()
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

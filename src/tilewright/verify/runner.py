@@ -15,7 +15,7 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.ops import registry
-from tilewright.verify.checks import CHECKS, GROUPS, Context
+from tilewright.verify.checks import CHECKS, GROUPS, Context, edge_cases
 from tilewright.verify.compare import Verdict
 from tilewright.verify.interpreter import language_patched_once
 from tilewright.verify.record import Result
@@ -76,7 +76,10 @@ def plan(
 
 
 def _parts(check: str, context: Context) -> list[Context]:
-    """Seeded checks in pieces, so that cores share them and a progress bar moves."""
+    """Long checks in pieces, so that cores share them and a progress bar moves."""
+    if check == "cases":
+        names = dict.fromkeys(case.name for case in edge_cases(context))
+        return [replace(context, case=name) for name in names]
     if check not in SEEDED:
         return [context]
     starts = range(0, context.cases, PIECE)
@@ -106,7 +109,9 @@ def run(
         return
     made = multiprocessing.get_context(way)
     with ProcessPoolExecutor(workers, mp_context=made, initializer=_one_thread) as pool:
-        jobs = [pool.submit(_run_named, check, *c.by_name()) for check, c in steps]
+        # what is not in pieces begins first, or one worker would end long after the others
+        first = sorted(steps, key=lambda step: step[0] in ("cases", *SEEDED))
+        jobs = [pool.submit(_run_named, check, *c.by_name()) for check, c in first]
         for done in as_completed(jobs):
             yield done.result()
 

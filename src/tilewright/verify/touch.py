@@ -1,11 +1,11 @@
 """python -m tilewright.verify.touch: every binary once, for a sanitizer to watch.
 
-    compute-sanitizer --tool memcheck python -m tilewright.verify.touch [BACKEND ...]
+    compute-sanitizer --tool memcheck python -m tilewright.verify.touch [OP or BACKEND ...]
 
-Walks the cases that verify takes on a GPU, forward and backward, aligned and not, on every backend
-or the named ones, and runs a call if its launchers ask for a binary that no earlier call has run.
-It compares nothing: a sanitizer slows kernels down a hundredfold, and the references are what would
-take the time.
+Walks the cases that verify takes on a GPU, forward and backward, aligned and not, of every op and
+backend or the named ones, and runs a call if its launchers ask for a binary that no earlier call
+has run. It compares nothing: a sanitizer slows kernels down a hundredfold, and the references are
+what would take the time.
 """
 
 from __future__ import annotations
@@ -61,14 +61,20 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
 
 def main(names: list[str]) -> int:
     known = {backend for name in registry() for backend in backends_on(name, "cuda")}
-    for unknown in [name for name in names if name not in known]:
-        print(f"touch: no backend is named {unknown!r}; there are {', '.join(sorted(known))}.")
+    for unknown in [name for name in names if name not in known | registry().keys()]:
+        print(
+            f"touch: no op or backend is named {unknown!r}; there are the ops "
+            f"{', '.join(registry())} and the backends {', '.join(sorted(known))}."
+        )
         return 2
+    ops = [name for name in registry() if name in names] or list(registry())
+    backends = known.intersection(names) or known
     ran: Counter[tuple[str, str]] = Counter()
-    for name, op in registry().items():
+    for name in ops:
+        op = registry()[name]
         edge = [case for case in op.cases if case.group in GROUPS["cuda"]]
         for backend in backends_on(name, "cuda"):
-            if names and backend not in names:
+            if backend not in backends:
                 continue
             seen: set[str] = set()
             context = Context(op, backend, "cuda", False, 0, 0)
@@ -78,6 +84,9 @@ def main(names: list[str]) -> int:
                     args = tuple(layouts.misaligned(a) if torch.is_tensor(a) else a for a in args)
                 if context.serves(args):
                     ran[name, backend] += touch(op, args, backend, seen)
+    if not ran:
+        print(f"touch: {', '.join(names)} leaves nothing to run: no such op has that backend.")
+        return 2
     torch.cuda.synchronize()
     for (name, backend), count in ran.items():
         print(f"{name} {backend}: {count} binaries, forward and backward")
