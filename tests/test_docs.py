@@ -103,7 +103,7 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
         ],
     ),
     "verified": (
-        "results/h200/verify.json",
+        "results/h200/verify-all.json",
         [
             {
                 "environment": ENVIRONMENT,
@@ -116,7 +116,7 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
                 ],
             }
         ],
-        ["| `relu` | triton | 1,234 | 56 | 4 | 3 | 0.25 |", "A full run; NVIDIA H200"],
+        ["| `relu` | triton | full | 1,234 | 56 | 4 | 3 | 0.25 |", "records `verify-all.json`."],
     ),
     "compiled": (
         "results/compile/triton-3.6.0.jsonl",
@@ -208,6 +208,18 @@ def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:
     assert [code("--check"), code(), code("--check")] == [1, 0, 0]
     for op in registry():
         assert f"`{op}`" in path.read_text("utf-8")
+
+
+def test_a_full_run_stands_before_a_quick_one(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "h200"
+    folder.mkdir(parents=True)
+    for name, full, count in (("a", False, 7), ("b", True, 5000), ("c", False, 9)):
+        checks = [{**CHECK, "check": "random", "phase": "forward", "run": count, "failed": 0}]
+        record = {"environment": ENVIRONMENT, "full": full, "checks": checks}
+        (folder / f"verify-{name}.json").write_text(json.dumps(record))
+    table = readme.verified(tmp_path)
+    assert "| `relu` | triton | full | 5,000 |" in table
+    assert table.count("relu") == 1
 
 
 def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:

@@ -90,24 +90,29 @@ def host_cost(root: Path) -> str:
 
 
 def verified(root: Path) -> str:
-    """What `tilewright verify` ran on a GPU, from results/h200/verify.json."""
-    record = _record(root, "h200/verify.json")
-    if record is None:
+    """What `verify` ran on a GPU, from results/h200/verify-*.json; full runs stand before quick."""
+    paths = sorted((root / "results" / "h200").glob("verify-*.json"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    if not records:
         return NOT_MEASURED
-    by_kernel: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    for row in record["checks"]:
-        by_kernel[row["op"], row["backend"]].append(row)
-    rows = []
-    for (op, backend), checks in sorted(by_kernel.items()):
-        run = {phase: sum(c["run"] for c in checks if c["phase"] == phase) for phase in PHASES}
-        failed = sum(c["failed"] for c in checks)
-        worst = max(c["worst_error_over_tolerance"] for c in checks)
-        counts = (f"{run[phase]:,}" for phase in PHASES)
-        rows.append((f"`{op}`", backend, *counts, f"{failed:,}", f"{worst:.2f}"))
-    heads = ("op", "backend", "forward cases", "backward cases", "other checks", "failures",
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
+    for record in sorted(records, key=lambda record: not record["full"]):
+        by_kernel: dict[tuple[str, str], list[Any]] = defaultdict(list)
+        for row in record["checks"]:
+            by_kernel[row["op"], row["backend"]].append(row)
+        for (op, backend), checks in by_kernel.items():
+            run = {phase: sum(c["run"] for c in checks if c["phase"] == phase) for phase in PHASES}
+            failed = sum(c["failed"] for c in checks)
+            worst = max(c["worst_error_over_tolerance"] for c in checks)
+            kind = "full" if record["full"] else "quick"
+            counts = (f"{run[phase]:,}" for phase in PHASES)
+            cells = (f"`{op}`", backend, kind, *counts, f"{failed:,}", f"{worst:.2f}")
+            rows.setdefault((op, backend), cells)
+    heads = ("op", "backend", "run", "forward cases", "backward cases", "other checks", "failures",
              "worst error / tolerance")  # fmt: skip
-    kind = "full" if record["full"] else "quick"
-    return f"{_table(heads, rows)}\n\nA {kind} run; {_environment(record)}."
+    table = _table(heads, [rows[key] for key in sorted(rows)])
+    names = ", ".join(f"`{path.name}`" for path in paths)
+    return f"{table}\n\n{_environment(records[0])}; records {names}."
 
 
 PHASES = ("forward", "backward", "")
@@ -183,17 +188,13 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
     return list(seen.values())
 
 
-# Runs of newer kernels that --max-seconds ended: an op that is in one is not sought elsewhere.
-INTERIM = ("interim/bench-model", "interim/bench-sweep")
-WHOLE = ("bench-model", "bench-sweep")
+MEASURED = ("bench-model", "bench-sweep")
 
 
 def measured(folder: str, root: Path) -> str:
     """Every kernel of one op's folder, for its notes: from the model and the sweep suite."""
     names = [op.name for op in registry().values() if _folder(op) == folder]
-    records = {name: _bench(root, name) for name in (*INTERIM, *WHOLE)}
-    newer = [r for name in INTERIM if (r := records[name]) and _holds(r, names)]
-    found = newer or [r for name in WHOLE if (r := records[name])]
+    found = [r for name in MEASURED if (r := _bench(root, name))]
     there = _distinct([c for r in found for c in contests(r.rows)])
     judged = [c for c in there if c.first.op in names and c.entered]
     rivals = _rivals(judged)
@@ -208,14 +209,7 @@ def measured(folder: str, root: Path) -> str:
     if not rows:
         return NOT_MEASURED
     heads = ("op", "shape, bf16", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
-    words = f"{_environment(found[0].run)}."
-    if newer:
-        words += " From runs that were not finished, `results/h200/interim`."
-    return f"{_table(heads, rows)}\n\n{words}"
-
-
-def _holds(found: Record, names: Sequence[str]) -> bool:
-    return any(row.op in names for row in found.rows)
+    return f"{_table(heads, rows)}\n\n{_environment(found[0].run)}."
 
 
 def yardsticks(found: Record) -> str:

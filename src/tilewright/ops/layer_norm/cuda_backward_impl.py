@@ -45,11 +45,12 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
             return Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
         return Launch(alone, 384, 1, stages=2, at_once=1) if alone else None
     short, group = cuda_rows.group(n, vec, 2), cuda_rows.group(n, vec, 4)
-    teams = cuda_rows.teams(n, vec, 2, 576)
+    most = 512 if gpu.sm == 120 else 576  # there, 576 threads would spill
+    teams = cuda_rows.teams(n, vec, 2, most)
     choices = (
         Launch(short, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if short else None,
         Launch(group, cuda_rows.GROUP_THREADS, 2, stages=2, at_once=1) if group else None,
-        Launch(teams, 576, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
+        Launch(teams, most, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
     )
     few = next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)
     return few or cuda_rows.first_that_fits(WIDE, n, vec, gpu, operands=2, values=4, held=1)
