@@ -156,6 +156,25 @@ def test_no_length_below_the_longest_is_left_out(vec: int, sm: int) -> None:
         assert longest["rms_norm_backward"] >= 1024 * vec
     if sm == 90:
         assert longest["rms_norm"] == longest["layer_norm"] == 262_144
+    halves = {75: 6_144, 80: 12_288, 90: 262_144, 100: 262_144, 120: 65_536}
+    if sm in halves:
+        assert longest["layer_norm_backward"] == halves[sm] * vec // 8
+
+
+def test_sums_aside_have_their_place_in_shared_memory() -> None:
+    gpu = gpus.pretend("h200")
+    wide, narrow = (layer_norm_backward.launch(n, 8, gpu) for n in (262_144, 131_072))
+    assert wide and wide.aside and narrow and not narrow.aside
+    each = wide.plan.packs * wide.plan.threads * 16  # bytes of a row of halves
+    # two stages of x and of its gradient, the weight, and the bias' sums, which are floats
+    assert wide.shared(2, held=1) == (2 * 2 + 1 + 2) * each == 229_376
+
+
+def test_some_clusters_are_for_full_rows_alone() -> None:
+    gpu = gpus.pretend("h200")
+    full, other = (layer_norm_backward.launch(n, 8, gpu) for n in (16_384, 11_008))
+    assert full and (full.plan.cluster, full.plan.threads) == (4, 128)
+    assert other and (other.plan.cluster, other.plan.threads) == (2, 352)
 
 
 def test_rows_that_registers_hold_do_not_walk() -> None:

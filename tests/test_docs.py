@@ -21,6 +21,7 @@ from tilewright import readme
 from tilewright.explain import explain_call
 from tilewright.ops import every_op, registry
 from tilewright.spec import Args, Op, as_tuple
+from tilewright.verify.runner import backends_on
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "tilewright"
@@ -213,13 +214,33 @@ def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:
 def test_a_full_run_stands_before_a_quick_one(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h200"
     folder.mkdir(parents=True)
-    for name, full, count in (("a", False, 7), ("b", True, 5000), ("c", False, 9)):
+
+    def keep(name: str, *, full: bool, count: int) -> None:
         checks = [{**CHECK, "check": "random", "phase": "forward", "run": count, "failed": 0}]
         record = {"environment": ENVIRONMENT, "full": full, "checks": checks}
         (folder / f"verify-{name}.json").write_text(json.dumps(record))
+
+    keep("a", full=False, count=7)
+    keep("b", full=True, count=5000)
     table = readme.verified(tmp_path)
     assert "| `relu` | triton | full | 5,000 |" in table
-    assert table.count("relu") == 1
+    assert "7 |" not in table and "verify-a.json" not in table
+    keep("c", full=True, count=9)
+    with pytest.raises(ValueError, match="verify-b.json and verify-c.json both hold relu triton"):
+        readme.verified(tmp_path)
+
+
+def test_what_ran_on_a_gpu_found_nothing() -> None:
+    folder = ROOT / "results" / "h200"
+    kernels = set()
+    for path in folder.glob("verify-*.json"):
+        record = json.loads(path.read_text("utf-8"))
+        assert not record["failures"] and not any(row["failed"] for row in record["checks"]), path
+        kernels |= {(row["op"], row["backend"]) for row in record["checks"]}
+    assert kernels == {(op, b) for op in registry() for b in backends_on(op, "cuda")}
+    for path in folder.glob("sanitizer-*.txt"):
+        ends = [line for line in path.read_text("utf-8").splitlines() if "SUMMARY" in line]
+        assert ends and all(re.search(r": 0 (errors|hazards)", line) for line in ends), path
 
 
 def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:

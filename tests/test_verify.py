@@ -85,6 +85,8 @@ def test_every_edge(op: str, tmp_path: Path) -> None:
         assert (row["op"], row["backend"], row["failed"]) == (op, "triton", 0)
         run[row["check"]] = run.get(row["check"], 0) + row["run"]
     assert set(run) == set(wanted)
+    quick = edge_cases(Context(declared, "triton", "cpu", False, 40, 0))
+    assert run["cases"] == len(quick) * len(FLOATS) * len(phases(op))
     assert run["exact"] == 20
     by_layout = len(phases(op)) * len(layouts.LAYOUTS)
     by_layout += len(layouts.SAME_VALUES) if declared.autograd else 0  # its gradient's
@@ -107,8 +109,8 @@ def test_every_check_is_planned_once_per_backend() -> None:
         (op, check) for op in OPS for check in CHECKS if check != "cases"
     )
     named = Counter((c.op.name, c.case) for check, c in steps if check == "cases")
-    assert {op for op, _ in named} == set(OPS)
-    assert set(named.values()) == {1}, "a case that is planned twice"
+    quick = [(op, Context(registry()[op], "triton", "cpu", False, 1, 0)) for op in OPS]
+    assert named == Counter({(op, case.name): 1 for op, c in quick for case in edge_cases(c)})
     on_gpu = {(c.op.name, c.backend) for _, c in plan(device="cuda", cases=1)}
     assert on_gpu > {("softmax", "cuda_v1"), ("softmax", "cuda_v2"), ("rms_norm", "cuda")}
     assert not any(backend == "torch" for _, backend in on_gpu)
@@ -299,6 +301,7 @@ def test_same_bits_tells_zeros_apart_and_knows_nan() -> None:
     assert not same_bits([torch.tensor([0.0])], [torch.tensor([-0.0])])
     assert not same_bits([torch.zeros(2)], [torch.zeros(1)])  # which would broadcast
     assert not same_bits([torch.zeros(2)], [torch.zeros(2, dtype=torch.int32)])
+    assert not same_bits([None], [nan])
     assert compare.changed(["a", "b"], [nan, None], [nan.clone(), None]) == []
     assert compare.changed(["a", "b"], [nan, torch.ones(1)], [nan, torch.zeros(1)]) == ["b"]
 
@@ -472,9 +475,18 @@ def test_touch_runs_a_binary_once(tmp_path: Path) -> None:
     assert done.stdout.split() == ["3", "2", "0", "2"], done.stderr[-1000:]
 
 
-def test_touch_refuses_a_backend_that_no_op_has(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("names", "idle"),
+    [
+        (["cuda", "cdua"], "'cdua'"),
+        (["relu", "cuda"], "relu"),
+        (["relu", "softmax", "cuda_v2"], "relu"),
+        (["softmax", "cuda_v1", "cuda"], "cuda"),
+    ],
+)
+def test_touch_refuses_names_that_leave_it_idle(
+    names: list[str], idle: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A sanitizer that watched nothing would report no error."""
-    assert touch.main(["cuda", "cdua"]) == 2
-    assert "'cdua'" in capsys.readouterr().out
-    assert touch.main(["relu", "cuda"]) == 2
-    assert "relu, cuda" in capsys.readouterr().out
+    assert touch.main(names) == 2
+    assert idle in capsys.readouterr().out.split(";")[0]

@@ -92,27 +92,30 @@ def host_cost(root: Path) -> str:
 def verified(root: Path) -> str:
     """What `verify` ran on a GPU, from results/h200/verify-*.json; full runs stand before quick."""
     paths = sorted((root / "results" / "h200").glob("verify-*.json"))
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    records = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     if not records:
         return NOT_MEASURED
-    rows: dict[tuple[str, str], tuple[str, ...]] = {}
-    for record in sorted(records, key=lambda record: not record["full"]):
-        by_kernel: dict[tuple[str, str], list[Any]] = defaultdict(list)
-        for row in record["checks"]:
-            by_kernel[row["op"], row["backend"]].append(row)
-        for (op, backend), checks in by_kernel.items():
-            run = {phase: sum(c["run"] for c in checks if c["phase"] == phase) for phase in PHASES}
-            failed = sum(c["failed"] for c in checks)
-            worst = max(c["worst_error_over_tolerance"] for c in checks)
-            kind = "full" if record["full"] else "quick"
-            counts = (f"{run[phase]:,}" for phase in PHASES)
-            cells = (f"`{op}`", backend, kind, *counts, f"{failed:,}", f"{worst:.2f}")
-            rows.setdefault((op, backend), cells)
+    chosen: dict[tuple[str, str], str] = {}  # the record of a kernel, by name
+    for name in sorted(records, key=lambda name: not records[name]["full"]):
+        full = records[name]["full"]
+        for kernel in sorted({(row["op"], row["backend"]) for row in records[name]["checks"]}):
+            other = chosen.setdefault(kernel, name)
+            if other != name and records[other]["full"] == full:
+                raise ValueError(f"{other} and {name} both hold {' '.join(kernel)}; keep one")
+    rows = []
+    for (op, backend), name in sorted(chosen.items()):
+        mine = [r for r in records[name]["checks"] if (r["op"], r["backend"]) == (op, backend)]
+        run = (sum(row["run"] for row in mine if row["phase"] == phase) for phase in PHASES)
+        failed = sum(row["failed"] for row in mine)
+        worst = max(row["worst_error_over_tolerance"] for row in mine)
+        kind = "full" if records[name]["full"] else "quick"
+        counts = (f"{count:,}" for count in run)
+        rows.append((f"`{op}`", backend, kind, *counts, f"{failed:,}", f"{worst:.2f}"))
     heads = ("op", "backend", "run", "forward cases", "backward cases", "other checks", "failures",
              "worst error / tolerance")  # fmt: skip
-    table = _table(heads, [rows[key] for key in sorted(rows)])
-    names = ", ".join(f"`{path.name}`" for path in paths)
-    return f"{table}\n\n{_environment(records[0])}; records {names}."
+    used = sorted(set(chosen.values()))
+    where = "; ".join(dict.fromkeys(_environment(records[name]) for name in used))
+    return f"{_table(heads, rows)}\n\n{where}; records {', '.join(f'`{name}`' for name in used)}."
 
 
 PHASES = ("forward", "backward", "")

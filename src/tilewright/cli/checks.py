@@ -131,6 +131,8 @@ def verify(
     names = sorted({b for op in ops or registry() for b in backends_on(op, device)})
     if not names:
         fail(f"verify: {', '.join(ops or ())} has no kernel that runs on {device} yet.", 1)
+    if not steps and case and backend in names:
+        fail(f"verify: no op with the case {case!r} has the backend {backend!r}; leave one out.")
     if not steps:
         fail(f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}.")
     cores = 1 if device == "cuda" else os.cpu_count() or 1

@@ -108,7 +108,7 @@ class Walk:
     full: bool = False  # only for rows that leave hardly a thread idle
 
     def launch(self, n: int, vec: int, gpu: Gpu) -> Launch | None:
-        """For rows of n columns, or None if they are longer than it is for."""
+        """For rows of n columns, or None if it is not for them."""
         if self.cluster == 1:
             plan = block(n, vec, self.packs, self.threads)
         else:

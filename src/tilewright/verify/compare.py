@@ -290,15 +290,21 @@ def same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def changed(names: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> list[str]:
-    """The names of the tensors whose bits, shape or dtype differ; what is none does not count."""
+    """The names of the tensors whose bits, shape or dtype differ; other arguments do not count."""
     pairs = zip(names, before, after, strict=True)
-    tensors = [(name, a, b) for name, a, b in pairs if isinstance(a, torch.Tensor)]
+    tensors = [
+        (name, a, b)
+        for name, a, b in pairs
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+    ]
     differ = numbers(*(_differ(a, b) for _, a, b in tensors))
     return [name for (name, _, _), d in zip(tensors, differ, strict=True) if d]
 
 
-def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _differ(a: Any, b: Any) -> torch.Tensor:
     """Whether they do, on their device."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return torch.ones(())
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return torch.ones((), device=a.device)
     return (_bits(a) != _bits(b)).any()

@@ -129,7 +129,7 @@ def run_step(step: tuple[str, Context], *, fail_fast: bool = False) -> list[Resu
                     break
         except Exception as e:
             broken = Verdict(message=f"raised {type(e).__name__}: {e}")
-            results.append(context.result(check, "", "", "", broken))
+            results.append(context.result(check, context.case, "", "", broken))
     if context.device == "cuda":
         torch.cuda.synchronize()  # a device error belongs to the check that caused it
     return results

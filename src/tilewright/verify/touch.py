@@ -67,26 +67,26 @@ def main(names: list[str]) -> int:
             f"{', '.join(registry())} and the backends {', '.join(sorted(known))}."
         )
         return 2
-    ops = [name for name in registry() if name in names] or list(registry())
-    backends = known.intersection(names) or known
-    ran: Counter[tuple[str, str]] = Counter()
-    for name in ops:
-        op = registry()[name]
-        edge = [case for case in op.cases if case.group in GROUPS["cuda"]]
-        for backend in backends_on(name, "cuda"):
-            if backend not in backends:
-                continue
-            seen: set[str] = set()
-            context = Context(op, backend, "cuda", False, 0, 0)
-            for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
-                args = context.inputs(case.dims, dtype, 0)
-                if not aligned:
-                    args = tuple(layouts.misaligned(a) if torch.is_tensor(a) else a for a in args)
-                if context.serves(args):
-                    ran[name, backend] += touch(op, args, backend, seen)
-    if not ran:
-        print(f"touch: {', '.join(names)} leaves nothing to run: no such op has that backend.")
+    pairs = [
+        (op, backend)
+        for op in [name for name in registry() if name in names] or registry()
+        for backend in backends_on(op, "cuda")
+        if backend in (known.intersection(names) or known)
+    ]
+    for idle in [name for name in names if not any(name in pair for pair in pairs)]:
+        print(f"touch: {idle} has nothing to run; no op that is named has a backend that is.")
         return 2
+    ran: Counter[tuple[str, str]] = Counter()
+    for name, backend in pairs:
+        op, seen = registry()[name], set[str]()
+        edge = [case for case in op.cases if case.group in GROUPS["cuda"]]
+        context = Context(op, backend, "cuda", False, 0, 0)
+        for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
+            args = context.inputs(case.dims, dtype, 0)
+            if not aligned:
+                args = tuple(layouts.misaligned(a) if torch.is_tensor(a) else a for a in args)
+            if context.serves(args):
+                ran[name, backend] += touch(op, args, backend, seen)
     torch.cuda.synchronize()
     for (name, backend), count in ran.items():
         print(f"{name} {backend}: {count} binaries, forward and backward")

@@ -4,9 +4,9 @@
 // time. The next rows travel through a ring while these are reduced, and rows that are reduced
 // together share barriers and shuffles; each thread owns the same columns of every row, so the
 // gradients of weight and bias stay in its registers until the end (the bias' in shared memory where
-// there is no room). Moments come out of one pass, and
-// of a second one around the mean where that is far from zero (moments.cuh). Bytes per element of T:
-// 2 read, 1 written, and once per block or cluster two rows of float partials.
+// there is no room). Moments come out of one pass, and of a second one around the mean where that is
+// far from zero (moments.cuh). Bytes per element of T: 2 read, 1 written, and once per block or
+// cluster two rows of float partials.
 //
 // With g = grad * weight and xhat = (x - mean) * rstd:
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); the weight's gradient is the sum over rows of
@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
     T* __restrict__ dx, float* __restrict__ partial, const T* __restrict__ grad,
     const T* __restrict__ input, const T* __restrict__ weight, Rows grad_rows, Rows input_rows,
     unsigned rows, int n, int group, float eps) {
+  static_assert(!BIAS_ASIDE || OWNER == CLUSTER, "the scratch of partials would lie over it");
   constexpr int G = AT_ONCE;  // operands of the ring, after the rows of x
   extern __shared__ Line memory[];
   __shared__ Exchange<4 * AT_ONCE> exchange;

@@ -2,11 +2,11 @@
 
 Persistent groups of lanes, teams of warps or clusters walk down the rows; the next rows travel
 through shared memory meanwhile. The gradients of weight and bias stay in registers over all rows of
-a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the same
-bits on every run. Limits: float32, float16, bfloat16; weight, bias and gradient of the input's
-dtype; 12,288 half or 6,144 float columns without clusters, 262,144 half or 131,072 float columns
-with them, 1,536 without 16-byte loads; fewer where a block has less shared memory than an H100
-gives it.
+a thread (the bias' of the longest rows in shared memory); a second kernel adds the blocks' partials
+in a fixed order, so the result has the same bits on every run. Limits: float32, float16, bfloat16;
+weight, bias and gradient of the input's dtype; 12,288 half or 6,144 float columns without clusters,
+262,144 half or 131,072 float columns with them, 1,536 without 16-byte loads; fewer where a block
+has less shared memory than an H100 gives it or a cluster fewer blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDE = (
     Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
     Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1, full=True),
     Walk(packs=2, threads=512, blocks=1, cluster=16, stages=2, at_once=2),
-    Walk(packs=4, threads=256, blocks=1, cluster=16, stages=2, at_once=1),
+    Walk(packs=4, threads=256, blocks=1, cluster=16, stages=2, at_once=1),  # less shared memory
     Walk(packs=4, threads=512, blocks=1, cluster=16, stages=2, at_once=1, aside=True),
     Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),  # where there are no clusters
 )
@@ -45,7 +45,7 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
             return Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
         return Launch(alone, 384, 1, stages=2, at_once=1) if alone else None
     short, group = cuda_rows.group(n, vec, 2), cuda_rows.group(n, vec, 4)
-    most = 512 if gpu.sm == 120 else 576  # there, 576 threads would spill
+    most = 512 if gpu.sm // 10 == 12 else 576  # there, halves of 576 threads would spill
     teams = cuda_rows.teams(n, vec, 2, most)
     choices = (
         Launch(short, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if short else None,

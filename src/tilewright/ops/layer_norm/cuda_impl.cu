@@ -18,7 +18,6 @@
 
 using namespace tilewright;
 
-
 // Adds x - centre and its square: a chain for each pack, for chains that wait for nobody are faster.
 template <class T, int VEC>
 __device__ __forceinline__ void add_moments(

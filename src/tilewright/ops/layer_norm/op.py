@@ -277,6 +277,9 @@ CASES = (
     *(Case(m.name, {"shape": (2048, m.hidden)}, "model") for m in MODELS.values()),
     *(Case(n, {"shape": (t, c)}, g) for g, n, t, c in by_tokens(lambda m: m.hidden)),
     *(Case(f"plan-{n}", {"shape": (5, n)}, "plan") for n in PLAN_COLUMNS),
+    # more of the longest rows than an H200 has clusters for, of halves and of floats
+    *(Case(f"widest-walk-{n}", {"shape": (40, n)}, "plan") for n in (100_000, 262_144)),
+    Case("far-mean-widest-walk", {"shape": (40, 200_000), **FAR}, "plan"),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
 )
 

@@ -19,7 +19,6 @@
 
 using namespace tilewright;
 
-
 struct Statistics {
   float centre;  // what is taken from every element
   float shift;   // from the mean to it, in deviations

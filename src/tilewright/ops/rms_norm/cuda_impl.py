@@ -1,7 +1,7 @@
 """RMSNorm and RMSNorm of a residual sum in CUDA C++ (device code: cuda_impl.cu).
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
-and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (212,992
+and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (229,376
 floats with a residual), belong to a cluster of blocks (SM 90) that takes them from shared memory,
 where the next rows travel meanwhile; fewer fit where a block has less shared memory. Limits:
 float32, float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or 8,192
