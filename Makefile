@@ -18,7 +18,7 @@ EXTRA ?=
 bench: setup
 	$(BIN)/tilewright doctor
 	$(BIN)/tilewright verify --quick --json $(OUT)/verify.json
-	$(BIN)/tilewright compile --ledger results/compile --json $(OUT)/compile.json
+	$(BIN)/tilewright compile --ledger results/compile --sample 0.02 --json $(OUT)/compile.json
 	$(BIN)/tilewright bench --out $(OUT)/bench --html $(OUT)/bench.html
 
 test: setup lint types tests examples matrix

@@ -34,8 +34,13 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def normal(shape: Sequence[int], rng: torch.Generator | None) -> torch.Tensor:
-    """Normal numbers, on the generator's device: a GPU's draws large inputs at once."""
-    return torch.randn(shape, generator=rng, device=rng.device if rng is not None else None)
+    """Normal numbers, on the generator's device: a GPU's draws large inputs at once.
+
+    Without a generator only the shape is wanted: on the meta device, torch takes long to draw none.
+    """
+    if rng is None:
+        return torch.empty(shape, device="meta")
+    return torch.randn(shape, generator=rng, device=rng.device)
 
 
 def accept_all(*args: Any) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -54,11 +55,12 @@ class Wanted:
 def reachable(ops: Sequence[str] = (), sms: Sequence[int] = SMS) -> Iterator[Wanted]:
     """Every distinct binary, SM by SM."""
     known_ops(ops)
+    calls = {name: list(_calls(registry()[name])) for name in ops or registry()}
     for sm in sms:
         gpu = gpus.pretend(f"sm_{sm}")
         seen: set[str] = set()
-        for name in ops or registry():
-            for wanted in _of_op(registry()[name], gpu):
+        for name in calls:
+            for wanted in _of_op(registry()[name], calls[name], gpu):
                 identity = describe(wanted.request)
                 if identity not in seen:
                     seen.add(identity)
@@ -82,14 +84,20 @@ def known_ops(ops: Sequence[str]) -> None:
             raise InputError(f"compile: op is {name!r}; it must be one of {', '.join(registry())}.")
 
 
-def _of_op(op: Op, gpu: Gpu) -> Iterator[Wanted]:
-    assert op.inputs is not None
-    for case in op.cases:
-        for dtype in FLOATS:
-            meta = meta_inputs(op, case.dims, dtype)
-            for aligned in (True, False):
-                args = meta if aligned else _misaligned(meta)
-                yield from _of_both(op, args, gpu, dtype, case.name)
+Call = tuple[Args, torch.dtype, str]  # and the name of its case
+
+
+def _calls(op: Op) -> Iterator[Call]:
+    """Every case in every dtype, aligned and not: the same for all SMs."""
+    for case, dtype in itertools.product(op.cases, FLOATS):
+        meta = meta_inputs(op, case.dims, dtype)
+        yield meta, dtype, case.name
+        yield _misaligned(meta), dtype, case.name
+
+
+def _of_op(op: Op, calls: Iterable[Call], gpu: Gpu) -> Iterator[Wanted]:
+    for args, dtype, case in calls:
+        yield from _of_both(op, args, gpu, dtype, case)
 
 
 def _of_both(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:
