@@ -303,10 +303,9 @@ def changed(names: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -
 
 def _differ(a: Any, b: Any) -> torch.Tensor:
     """Whether they do, on their device."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return torch.ones(())
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return torch.ones((), device=a.device)
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    if not both or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return torch.ones((), device=(a if isinstance(a, torch.Tensor) else b).device)
     return (_bits(a) != _bits(b)).any()
 
 
