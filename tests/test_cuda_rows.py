@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -175,6 +176,48 @@ def test_some_clusters_are_for_full_rows_alone() -> None:
     full, other = (layer_norm_backward.launch(n, 8, gpu) for n in (16_384, 11_008))
     assert full and (full.plan.cluster, full.plan.threads) == (4, 128)
     assert other and (other.plan.cluster, other.plan.threads) == (2, 352)
+
+
+def test_a_block_that_has_one_row_gets_a_grid_of_all() -> None:
+    """The kernels leave after a row where they are compiled so; a grid that counts on more of them
+    would leave rows out."""
+    one_row = set()
+    for vec, sm in itertools.product((4, 8), (80, 89, 90, 100, 120)):
+        for n in range(4096, 40_001, vec * 8):
+            for name, choice in launches(vec, n, pretend_gpu(sm)).items():
+                if choice is None or name.endswith("backward"):
+                    continue
+                once = choice.plan.owner == "BLOCK" and choice.stages == 1
+                assert (choice.waves == 0) == once, (name, n, choice)
+                if name != "layer_norm":
+                    assert once or choice.plan.owner != "BLOCK" or not choice.stages, (name, n)
+                if once:
+                    one_row.add(name)
+    assert one_row == {"rms_norm", "add_rms_norm", "layer_norm"}
+
+
+def test_teams_leave_hardly_a_thread_idle() -> None:
+    """Two packs a thread where that fills the block, else three; and never one team alone."""
+    found = {n: cuda_rows.full_teams(n, 8, 512) for n in (1280, 2048, 3072, 3584, 4096, 5120)}
+    assert {n: (p.packs, p.rows, p.threads) for n, p in found.items() if p} == {
+        1280: (3, 8, 512),
+        2048: (2, 4, 512),
+        3072: (3, 4, 512),
+        3584: (3, 3, 480),
+        4096: (2, 2, 512),
+        5120: (3, 2, 448),
+    }
+    assert cuda_rows.full_teams(6152, 8, 512) is None
+
+
+def test_a_softmax_that_no_block_holds_takes_a_cluster() -> None:
+    """A GPU with less shared memory in a block holds the gradient of long rows in several."""
+    alone, together = (softmax.launch(32_768, 8, pretend_gpu(sm), operands=2) for sm in (90, 120))
+    assert alone and (alone[0].owner, alone[0].cluster) == ("BLOCK", 1)
+    assert together and (together[0].owner, together[0].cluster) == ("CLUSTER", 2)
+    for sm in (90, 100):
+        longest = softmax.launch(262_144, 8, pretend_gpu(sm), operands=2)
+        assert longest and (longest[0].cluster, longest[0].threads) == (16, 256)
 
 
 def test_rows_that_registers_hold_do_not_walk() -> None:

@@ -91,11 +91,12 @@ def error_bounds(
     return torch.maximum(high - here, here - low), off
 
 
-def every_float16() -> Iterator[tuple[str, tuple[str, str], torch.Tensor]]:
+def every_float16(device: str) -> Iterator[tuple[str, tuple[str, str], torch.Tensor]]:
     """(name, (format, scaling), rows) that hold all 65,536 float16 numbers, for tests of bits.
 
-    In order; and the finite ones shuffled, so that small and large numbers share a scale. As rows
-    of 8192 columns, and as one. Then finite ones with a single number that is not.
+    In order; and the finite ones shuffled, so that small and large numbers share a scale. As one row
+    and as eight, of which the interpreter, slow and no judge of a GPU's casts, takes the outer two.
+    Then finite ones with a single number that is not.
     """
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = numbers[numbers.isfinite()]
@@ -104,6 +105,8 @@ def every_float16() -> Iterator[tuple[str, tuple[str, str], torch.Tensor]]:
         for scaling in SCALINGS:
             for name, row in (("all", numbers), ("finite, shuffled", finite[order])):
                 for i, part in enumerate((row, *row.split(8192))):
+                    if device == "cpu" and 1 < i < 8:
+                        continue
                     which = f"part {i} of 8" if i else "one row"
                     yield f"{format}, {scaling}, {name}, {which}", (format, scaling), part
             for odd in (math.inf, -math.inf, math.nan):

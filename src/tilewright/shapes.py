@@ -125,8 +125,8 @@ SWEEP_COLUMNS = (
 # Row lengths for which a CUDA C++ kernel has a binary of its own that no edge case asks for. A GPU
 # takes them; a CPU, which has no such kernel, need not.
 PLAN_COLUMNS = (
-    96, 480, 640, 768, 896, 1536, 2560, 3072, 4224, 5120, 5504, 9472, 11_008, 17_000, 18_944,
-    22_016, 30_000, 34_000, 67_000, 100_000, 134_000,
+    96, 480, 640, 768, 896, 1536, 2560, 3072, 4224, 5120, 5504, 7168, 9472, 11_008, 14_336, 17_000,
+    18_944, 22_016, 30_000, 34_000, 67_000, 100_000, 134_000,
 )  # fmt: skip
 EDGE_ROWS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65)
 

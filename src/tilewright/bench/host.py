@@ -31,7 +31,7 @@ Contenders = dict[str, Callable[[], Any]]
 def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contenders]:
     """Per op: torch's own first, then our backends."""
     x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype).requires_grad_(grad)
-    w = torch.randn(COLUMNS, device=device, dtype=dtype).requires_grad_(grad)
+    w, b = (torch.randn(COLUMNS, device=device, dtype=dtype).requires_grad_(grad) for _ in "wb")
     shape = (COLUMNS,)
     turns = cycle((x, x[1:]))
     ours = tilewright
@@ -52,6 +52,10 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
             "torch": lambda: F.rms_norm(x, shape, w, EPS),
             "automatic": lambda: ours.rms_norm(x, shape, w, EPS),
             "cuda": lambda: ours.rms_norm(x, shape, w, EPS, backend="cuda"),
+        },
+        "layer_norm": {
+            "torch": lambda: F.layer_norm(x, shape, w, b, EPS),
+            "automatic": lambda: ours.layer_norm(x, shape, w, b, EPS),
         },
     }
 

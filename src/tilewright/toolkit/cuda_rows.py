@@ -61,7 +61,7 @@ class Launch:
     blocks: int  # that an SM shall have registers for
     stages: int = 0  # sets of rows under way in a kernel that walks; 0: it does not
     at_once: int = 0  # rows in a set, reduced together; 0: one, and the kernel knows no other
-    waves: int = 1  # how often the grid of a kernel that walks fills the GPU
+    waves: int = 1  # how often the grid of a kernel that walks fills the GPU; 0: a row for each
     aside: bool = False  # a sum over rows, of floats, is in shared memory instead of registers
 
     @property
@@ -164,6 +164,13 @@ def teams(n: int, vec: int, packs: int, most: int) -> Plan | None:
         return alone
     count = min(most // alone.lanes, MAX_TEAMS)
     return Plan("TEAM", vec, packs, alone.lanes, count * alone.lanes)
+
+
+def full_teams(n: int, vec: int, most: int) -> Plan | None:
+    """At least two teams, of two packs a thread if that leaves hardly one idle, else of three."""
+    two, three = teams(n, vec, 2, most), teams(n, vec, 3, most)
+    plan = two if two and two.rows * n * 8 > vec * 2 * most * 7 else three
+    return plan if plan and plan.owner == "TEAM" else None
 
 
 def cluster(n: int, vec: int, packs: int, threads: int, most: int, gpu: Gpu) -> Plan | None:

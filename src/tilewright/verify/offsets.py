@@ -1,13 +1,13 @@
-"""python -m tilewright.verify.offsets OP BACKEND DEVICE VARIANT: offsets past 2^31, sparse strides.
+"""Offsets past 2^31, by sparse strides.
 
 130 rows, 2^24 elements apart: the stride itself fits 32 bits, so Triton passes it as such, and the
 last rows lie beyond 2^31. Memory is paged in lazily, so on a CPU only the rows themselves cost any.
-A kernel that multiplies in 32 bits reads elsewhere or crashes; that is why this is a process.
+A kernel that multiplies in 32 bits reads elsewhere or crashes; that is why a process does this.
 """
 
 from __future__ import annotations
 
-import sys
+import multiprocessing
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tilewright.spec import as_tuple
 from tilewright.verify.compare import random_like, same_bits
 
 ROWS, COLUMNS, STRIDE = 130, 64, 2**24
+SECONDS = 600
 
 
 def sparse(values: torch.Tensor) -> torch.Tensor:
@@ -26,11 +27,42 @@ def sparse(values: torch.Tensor) -> torch.Tensor:
     return room.as_strided((ROWS, COLUMNS), (STRIDE, 1)).copy_(values)
 
 
-def main(name: str, backend: str, device: str, variant: str) -> int:
+def wrong(name: str, backend: str, device: str, variant: int) -> str:
+    """What a process of its own finds wrong with a variant of an op; "" if nothing is.
+
+    On a CPU it is forked, which is quick; a driver does not work in a fork.
+    """
+    ways = multiprocessing.get_all_start_methods()
+    way = "fork" if device == "cpu" and "fork" in ways else "spawn"
+    context: Any = multiprocessing.get_context(way)
+    found, tell = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(tell, name, backend, device, variant))
+    process.start()
+    tell.close()
+    try:
+        return str(found.recv()) if found.poll(SECONDS) else f"no end after {SECONDS} s"
+    except EOFError:  # it ended without a word
+        process.join()
+        return f"exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _tell(tell: Any, *words: Any) -> None:
+    torch.set_num_threads(1)  # those of a process that was forked are not there
+    try:
+        tell.send(compare(*words))
+    except Exception as error:
+        tell.send(f"raised {type(error).__name__}: {error}")
+
+
+def compare(name: str, backend: str, device: str, variant: int) -> str:
+    """The bits of rows far apart against those of the same rows close together."""
     op = registry()[name]
     assert op.inputs is not None
     rng = torch.Generator().manual_seed(0)
-    dims = {"shape": (ROWS, COLUMNS), **op.variants[int(variant)]}
+    dims = {"shape": (ROWS, COLUMNS), **op.variants[variant]}
     near = tuple(op.inputs(dims, torch.float16, device, rng))
 
     def is_matrix(a: Any) -> bool:
@@ -49,11 +81,4 @@ def main(name: str, backend: str, device: str, variant: str) -> int:
             grads = [sparse(g) for g in grads]
         matrices = [a for a in leaves if is_matrix(a)]
         bits.append([*outputs, *torch.autograd.grad(outputs, matrices, grads)])
-    if not same_bits(*bits):
-        print(f"{name} on {backend}: wrong beyond 2^31")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    return "" if same_bits(*bits) else "wrong beyond 2^31"

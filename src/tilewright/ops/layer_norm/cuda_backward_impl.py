@@ -25,9 +25,8 @@ from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
-# Two rows at once where their gradients leave the registers for it (H200, 2026-11).
+# Two rows at once in clusters, whose exchange is the longest (H200, 2026-11).
 WIDE = (
-    Walk(packs=2, threads=384, blocks=1, stages=2, at_once=2),
     Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
     Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1, full=True),
     Walk(packs=2, threads=512, blocks=1, cluster=16, stages=2, at_once=2),
@@ -45,12 +44,14 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
             return Launch(group, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1)
         return Launch(alone, 384, 1, stages=2, at_once=1) if alone else None
     short, group = cuda_rows.group(n, vec, 2), cuda_rows.group(n, vec, 4)
-    most = 512 if gpu.sm // 10 == 12 else 576  # there, halves of 576 threads would spill
-    teams = cuda_rows.teams(n, vec, 2, most)
+    two = cuda_rows.teams(n, vec, 2, 512)
+    # newer SMs for desktops would spill three packs; others may lack the shared memory for them
+    full = two if gpu.sm // 10 == 12 else cuda_rows.full_teams(n, vec, 512)
+    teams = [plan for plan in (full, two) if plan and plan.owner == "TEAM"]
     choices = (
         Launch(short, cuda_rows.GROUP_THREADS, 3, stages=2, at_once=1) if short else None,
         Launch(group, cuda_rows.GROUP_THREADS, 2, stages=2, at_once=1) if group else None,
-        Launch(teams, most, 1, stages=2, at_once=1) if teams and teams.owner == "TEAM" else None,
+        *(Launch(plan, 512, 1, stages=2, at_once=1) for plan in teams),
     )
     few = next((each for each in choices if each and each.fits(gpu, 2, 4, held=1)), None)
     return few or cuda_rows.first_that_fits(WIDE, n, vec, gpu, operands=2, values=4, held=1)

@@ -4,7 +4,7 @@
 //                  and written once, weight and bias are on their way meanwhile.
 // layer_norm_wide  a block, or a cluster of blocks, walks down some rows: it holds one in shared
 //                  memory while the next ones travel there. Weight and bias stay in registers from
-//                  row to row.
+//                  row to row. A block with one stage has one row, and leaves.
 //
 // Moments come out of one pass, and of a second one around the mean where that is far from zero
 // (moments.cuh). Bytes per element of T: 1 read, 1 written. Rows are found through strides; results
@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_wide(
     const Moments found = moments_of<T, PACKS>(x, inside, seat, exchange, turn, n, inverse);
     T* to = out + static_cast<long long>(row) * n + seat.first;
     write_row(to, seat.stride(), x, inside, Statistics(found, eps), w, b);
+    if (OWNER == BLOCK && STAGES == 1) return;
     ask(row + STAGES * seat.step, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }

@@ -2,10 +2,11 @@
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
 and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns, are held
-in the shared memory of a block (SM 80) or, beyond 20,480 half or 10,240 float columns, of a cluster
-of blocks (SM 90) that walks down them, while the next rows travel there; fewer fit where a block
-has less shared memory or a cluster fewer blocks. Limits: float32, float16, bfloat16; weight and
-bias of the input's dtype; 4,096 columns without 16-byte loads; at most thirteen binaries per dtype.
+in the shared memory of a block (SM 80) or, beyond 32,768 half or 16,384 float columns, of a cluster
+of blocks (SM 90). The longer ones are walked down, while the next rows travel there; fewer fit
+where a block has less shared memory or a cluster fewer blocks. Limits: float32, float16, bfloat16;
+weight and bias of the input's dtype; 4,096 columns without 16-byte loads; at most thirteen binaries
+per dtype.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     return wide(n, vec, gpu)
 
 
-# The longest rows are few: blocks that stay for all of theirs end together. Shorter ones had better
-# come in many waves, for SMs are not equally fast (H200, 2026-11).
+# A block for each row while an SM has enough of them on their way; then blocks and clusters that
+# walk, in many waves, for SMs are not equally fast; of the longest rows, which are few, those that
+# stay for all of theirs end together (H200, 2026-11).
 WIDE = (
-    Walk(packs=6, threads=256, blocks=3, stages=2, waves=8),
-    Walk(packs=6, threads=352, blocks=2, stages=1, waves=8),
-    Walk(packs=8, threads=320, blocks=2, stages=2, waves=8),
-    Walk(packs=6, threads=352, blocks=2, cluster=2, stages=2, waves=8),
+    Walk(packs=6, threads=256, blocks=3, stages=1, waves=0),
+    Walk(packs=6, threads=320, blocks=2, stages=2, waves=8),
+    Walk(packs=6, threads=448, blocks=2, stages=1, waves=0),
+    Walk(packs=8, threads=512, blocks=1, stages=2, waves=8),
     Walk(packs=6, threads=192, blocks=4, cluster=8, stages=2, waves=8),
     Walk(packs=5, threads=416, blocks=1, cluster=8, stages=3),
     Walk(packs=6, threads=352, blocks=1, cluster=16, stages=3),

@@ -128,7 +128,7 @@ def exact_inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: 
 
 def bit_inputs(device: str) -> Iterator[tuple[str, Args]]:
     """Every float16 number as a bias, under rows of zeros: the norm is the bias, exactly."""
-    for name, options, bias in fp8.every_float16():
+    for name, options, bias in fp8.every_float16(device):
         x = torch.zeros(2, len(bias), dtype=torch.float16, device=device)
         yield name, (x, None, bias.to(device), 1e-5, *options)
 

@@ -3,8 +3,8 @@
 Persistent groups of lanes, teams of warps or clusters walk down the rows; the next rows travel
 through shared memory meanwhile. The weight's gradient stays in registers over all rows of a thread;
 a second kernel adds the blocks' partials in a fixed order, so the result has the same bits on every
-run. Limits: float32, float16, bfloat16; weight and gradient of the input's dtype; 8,192 half or
-4,096 float columns without clusters, 262,144 half or 131,072 float columns with them, 2,048 without
+run. Limits: float32, float16, bfloat16; weight and gradient of the input's dtype; 12,288 half or
+6,144 float columns without clusters, 262,144 half or 131,072 float columns with them, 2,048 without
 16-byte loads; fewer where a block has less shared memory than an H100 gives it.
 """
 
@@ -19,10 +19,22 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_partials, cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
-from tilewright.toolkit.cuda_rows import Launch
+from tilewright.toolkit.cuda_rows import Launch, Walk
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
+
+
+# Two rows at once in clusters, whose exchange is the longest (H200, 2026-11).
+WIDE = (
+    Walk(packs=2, threads=512, blocks=1, stages=3, at_once=1),
+    Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),
+    Walk(packs=2, threads=256, blocks=2, cluster=4, stages=2, at_once=2),
+    Walk(packs=4, threads=256, blocks=2, cluster=16, stages=2, at_once=2),
+    Walk(packs=4, threads=256, blocks=2, cluster=16, stages=2, at_once=1),  # less shared memory
+    Walk(packs=4, threads=256, blocks=2, cluster=16, stages=1, at_once=1),
+    Walk(packs=4, threads=512, blocks=1, cluster=16, stages=2, at_once=1),
+)
 
 
 def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
@@ -34,23 +46,13 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 2) -> Launch | None:
         plan = cuda_rows.block(n, vec, 4, 512)
         return Launch(plan, 512, 1, stages=2, at_once=1) if plan else None
     for most in (512, 256, 128):  # GPUs with less shared memory take smaller blocks
-        plan = cuda_rows.teams(n, vec, 2, most)
-        if plan:
-            choice = Launch(plan, 512, 1, stages=2 if plan.owner == "TEAM" else 3, at_once=1)
-            if choice.fits(gpu, operands, 2):
-                return choice
-    four = cuda_rows.cluster(n, vec, 2, 256, 256, gpu)
-    several = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
-    largest = cuda_rows.cluster(n, vec, 4, 512, 512, gpu)
-    pair = 2 if gpu.sm < 100 else 1  # newer SMs would spill
-    choices = (
-        Launch(four, 256, 2, stages=2, at_once=pair) if four and four.cluster <= 4 else None,
-        Launch(several, 256, 1, stages=2, at_once=2) if several else None,
-        Launch(several, 256, 1, stages=2, at_once=1) if several else None,  # less shared memory
-        Launch(several, 256, 1, stages=1, at_once=1) if several else None,
-        Launch(largest, 512, 1, stages=2, at_once=1) if largest else None,
-    )
-    return next((each for each in choices if each and each.fits(gpu, operands, 2)), None)
+        plan = cuda_rows.full_teams(n, vec, most)
+        choice = Launch(plan, 512, 1, stages=2, at_once=1) if plan else None
+        if choice and choice.fits(gpu, operands, 2):
+            return choice
+    # newer SMs would spill registers with two rows at once
+    walks = WIDE if gpu.sm < 100 else tuple(walk for walk in WIDE if walk.at_once == 1)
+    return cuda_rows.first_that_fits(walks, n, vec, gpu, operands=operands, values=2)
 
 
 def refuses(

@@ -2,9 +2,9 @@
 //
 // *_rows  a group of lanes or a block holds a row in registers, as loaded: it is read once and
 //         written once, and the weight is on its way while the squares are summed.
-// *_wide  a cluster of blocks walks down some rows: it takes AT_ONCE of them from shared memory into
-//         registers while the next ones travel there; rows that are reduced together share barriers
-//         and shuffles. The weight stays in registers from row to row.
+// *_wide  a block holds a longer row in shared memory; of the longest a cluster of blocks does, which
+//         walks down some of them: it takes one into registers while the next ones travel. The
+//         weight stays in registers from row to row.
 //
 // Bytes per element of T: 1 read, 1 written; with a residual 2 and 2. Rows are found through
 // strides; results are contiguous. Arithmetic is float.
@@ -98,34 +98,31 @@ __device__ __forceinline__ void normalise_rows(
   }
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, bool ADD>
+template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, bool ADD>
 __device__ __forceinline__ void normalise_wide(
     T* out, T* sum, const T* input, const T* residual, const T* weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, Options options) {
+  constexpr bool ONCE = OWNER == BLOCK;  // it has one row
+  constexpr bool TWICE = ONCE && !ADD;   // which it reads again: registers for another block
   extern __shared__ Line memory[];
-  __shared__ Exchange<AT_ONCE> exchange;
+  __shared__ Exchange<1> exchange;
   open<OWNER>(exchange);
   const Seat<OWNER, VEC> seat(0, PACKS);
-  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, ADD ? 2 * AT_ONCE : AT_ONCE};
+  const Ring<T, VEC, PACKS, STAGES> ring{memory->words, ADD ? 2 : 1};
+  const auto inside = [&](int i) { return seat.column(i) < n; };
 
-  const auto ask = [&](unsigned first, int stage) {
+  const auto ask = [&](unsigned row, int stage) {
+    const T* x = input + input_rows.start(row) + seat.first;
+    const T* past = ADD ? residual + residual_rows.start(row) + seat.first : nullptr;
 #pragma unroll
-    for (int r = 0; r < AT_ONCE; ++r) {
-      const T* x = input + input_rows.start(first + r) + seat.first;
-      const T* past = ADD ? residual + residual_rows.start(first + r) + seat.first : nullptr;
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        const bool inside = first + r < rows && seat.column(i) < n;
-        ring.ask(stage, r, i, x + i * seat.stride(), inside);
-        if (ADD) ring.ask(stage, AT_ONCE + r, i, past + i * seat.stride(), inside);
-      }
+    for (int i = 0; i < PACKS; ++i) {
+      ring.ask(stage, 0, i, x + i * seat.stride(), row < rows && inside(i));
+      if (ADD) ring.ask(stage, 1, i, past + i * seat.stride(), row < rows && inside(i));
     }
     ring.sent();
   };
-  const unsigned step = seat.step * AT_ONCE;
-  unsigned first = seat.row * AT_ONCE;
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) ask(first + s * step, s);
+  for (int s = 0; s < STAGES; ++s) ask(seat.row + s * seat.step, s);
 
   Pack<T, VEC> w[PACKS];
   load_parameter(w, weight, 1.0f, seat, n);
@@ -133,40 +130,35 @@ __device__ __forceinline__ void normalise_wide(
 
   int stage = 0;
   unsigned turn = 0;
-  for (; first < rows; first += step) {
-    const long long to = static_cast<long long>(first) * n + seat.first;
-    const auto inside = [&](int r, int i) {
-      return seat.column(i) < n && (AT_ONCE == 1 || first + r < rows);
-    };
+  for (unsigned row = seat.row; row < rows; row += seat.step) {
+    const long long to = static_cast<long long>(row) * n + seat.first;
     ring.arrive();
-    Pack<T, VEC> x[AT_ONCE][PACKS];
-    float totals[AT_ONCE] = {};
+    Pack<T, VEC> x[PACKS];
+    float total = 0.0f;
 #pragma unroll
-    for (int r = 0; r < AT_ONCE; ++r) {
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        x[r][i] = ring.take(stage, r, i);
-        if (ADD) {
-          x[r][i] = sum_of(x[r][i], ring.take(stage, AT_ONCE + r, i));  // rounded, then normed
-          if (inside(r, i)) store<VEC>(sum + to + r * n + i * seat.stride(), x[r][i]);
-        }
-        totals[r] += squares(x[r][i]);
+    for (int i = 0; i < PACKS; ++i) {
+      x[i] = ring.take(stage, 0, i);
+      if (ADD) {
+        x[i] = sum_of(x[i], ring.take(stage, 1, i));  // rounded before it is normed
+        if (inside(i)) store<VEC>(sum + to + i * seat.stride(), x[i]);
       }
+      total += squares(x[i]);
     }
-    row_reduce<Sum, OWNER>(totals, seat.lanes, exchange, turn++);
-    ask(first + STAGES * step, stage);  // what was there is in registers now
+    total = row_reduce<Sum, OWNER>(total, seat.lanes, exchange, turn++);
+    if (!ONCE) ask(row + STAGES * seat.step, stage);  // what was there is in registers now
 
-#pragma unroll
-    for (int r = 0; r < AT_ONCE; ++r) {
-      const float rstd = rsqrtf(totals[r] / n + options.eps);
+    const float rstd = rsqrtf(total / n + options.eps);
+    const auto write = [&](bool llama) {
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        keep_packed(x[r][i]);
+        if (TWICE) x[i] = ring.take(stage, 0, i); else keep_packed(x[i]);
         keep_packed(w[i]);
-        const Pack<T, VEC> y = scaled(x[r][i], w[i], rstd, options);
-        if (inside(r, i)) store<VEC>(out + to + r * n + i * seat.stride(), y);
+        const Pack<T, VEC> y = scaled(x[i], w[i], rstd, {options.eps, options.offset, llama});
+        if (inside(i)) store<VEC>(out + to + i * seat.stride(), y);
       }
-    }
+    };
+    if (options.llama) write(true); else write(false);
+    if (ONCE) return;
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }
 }
@@ -179,12 +171,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_rows(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, rows, n, group, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
-          int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_wide(
     T* __restrict__ out, const T* __restrict__ input, const T* __restrict__ weight,
     Rows input_rows, unsigned rows, int n, Options options) {
-  normalise_wide<T, VEC, PACKS, OWNER, AT_ONCE, STAGES, false>(
+  normalise_wide<T, VEC, PACKS, OWNER, STAGES, false>(
       out, nullptr, input, nullptr, weight, input_rows, Rows{}, rows, n, options);
 }
 
@@ -197,12 +188,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm_rows(
       out, sum, input, residual, weight, input_rows, residual_rows, rows, n, group, options);
 }
 
-template <class T, int VEC, int PACKS, Owner OWNER, int AT_ONCE, int STAGES, int THREADS,
-          int BLOCKS>
+template <class T, int VEC, int PACKS, Owner OWNER, int STAGES, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm_wide(
     T* __restrict__ out, T* __restrict__ sum, const T* __restrict__ input,
     const T* __restrict__ residual, const T* __restrict__ weight, Rows input_rows,
     Rows residual_rows, unsigned rows, int n, Options options) {
-  normalise_wide<T, VEC, PACKS, OWNER, AT_ONCE, STAGES, true>(
+  normalise_wide<T, VEC, PACKS, OWNER, STAGES, true>(
       out, sum, input, residual, weight, input_rows, residual_rows, rows, n, options);
 }

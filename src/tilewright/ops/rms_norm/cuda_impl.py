@@ -1,11 +1,11 @@
 """RMSNorm and RMSNorm of a residual sum in CUDA C++ (device code: cuda_impl.cu).
 
 A group of lanes (short rows) or a block owns a row and holds it in registers, so it is read once
-and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns (229,376
-floats with a residual), belong to a cluster of blocks (SM 90) that takes them from shared memory,
-where the next rows travel meanwhile; fewer fit where a block has less shared memory. Limits:
-float32, float16, bfloat16; a weight of the input's dtype; without clusters 16,384 half or 8,192
-float columns, 4,096 without 16-byte loads; at most ten binaries per dtype and form.
+and written once; 16-byte loads where alignment allows. Longer rows, up to 262,144 columns, are held
+in the shared memory of a block (SM 80) or, beyond 32,768 half or 16,384 float columns, of a cluster
+of blocks (SM 90) that walks down them; fewer fit where a block has less shared memory or a cluster
+fewer blocks. Limits: float32, float16, bfloat16; a weight of the input's dtype; 4,096 columns
+without 16-byte loads; at most nine binaries per dtype and form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit import cuda_rows, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance, rows_argument
 from tilewright.toolkit.cuda_launch import Run
-from tilewright.toolkit.cuda_rows import Launch
+from tilewright.toolkit.cuda_rows import Launch, Walk
 from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
@@ -48,25 +48,24 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Launch | None:
     plan = cuda_rows.block(n, vec, 4, 384)
     if plan:
         return Launch(plan, 384, 3 if operands == 1 else 2)
-    plan = cuda_rows.block(n, vec, 8, 256) if operands == 1 else cuda_rows.block(n, vec, 4, 512)
-    if plan:
-        return Launch(plan, 256, 2) if operands == 1 else Launch(plan, 512, 1)
-    return wide(n, vec, gpu, operands)
+    if gpu.sm < 80:
+        return None  # rows cannot travel to shared memory while others are on their way
+    wide = WIDE if operands == 1 else WIDE_ADD
+    return cuda_rows.first_that_fits(wide, n, vec, gpu, operands=operands, values=1)
 
 
-def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Launch | None:
-    """A cluster, two blocks of them on an SM while that is enough."""
-    pair = cuda_rows.cluster(n, vec, 8, 256, 256, gpu)
-    small = cuda_rows.cluster(n, vec, 4, 256, 256, gpu)
-    large = cuda_rows.cluster(n, vec, 4, 512, 512, gpu)
-    largest = cuda_rows.cluster(n, vec, 8, 512, 512, gpu)
-    choices = (
-        Launch(pair, 256, 2, stages=2, at_once=1, waves=8) if pair and pair.cluster == 2 else None,
-        Launch(small, 256, 2, stages=1, at_once=2) if small else None,
-        Launch(large, 512, 1, stages=2, at_once=1) if large else None,
-        Launch(largest, 512, 1, stages=2, at_once=1) if largest else None,
-    )
-    return next((each for each in choices if each and each.fits(gpu, operands, 1)), None)
+# A block for each row while it leaves room for another beside it; then clusters that stay for all
+# of theirs, for the longest rows are few (H200, 2026-11).
+CLUSTERS = (
+    Walk(packs=8, threads=256, blocks=2, cluster=16, stages=1),
+    Walk(packs=8, threads=512, blocks=1, cluster=16, stages=1),
+)
+WIDE = (
+    Walk(packs=6, threads=512, blocks=2, stages=1, waves=0),
+    Walk(packs=8, threads=512, blocks=2, stages=1, waves=0),
+    *CLUSTERS,
+)
+WIDE_ADD = (Walk(packs=8, threads=512, blocks=1, stages=1, waves=0), *CLUSTERS)
 
 
 def refuses(gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:

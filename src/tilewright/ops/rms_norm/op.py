@@ -312,6 +312,8 @@ CASES = (
     *(Case(m.name, {"shape": (2048, m.hidden)}, "model") for m in MODELS.values()),
     *(Case(n, {"shape": (t, c)}, g) for g, n, t, c in by_tokens(lambda m: m.hidden)),
     *(Case(f"plan-{n}", {"shape": (5, n)}, "plan") for n in PLAN_COLUMNS),
+    # more of the longest rows than an H200 has clusters for
+    Case("widest-walk", {"shape": (40, 262_144)}, "plan"),
     *(Case(f"sweep-{n}", {"shape": (2**27 // n, n)}, "sweep") for n in SWEEP_COLUMNS),
 )
 CASES_ADD = tuple(c for c in CASES if not c.name.startswith("columns") or c.name == "columns-129")

@@ -110,7 +110,7 @@ def exact_inputs(dims: Mapping[str, Any], dtype: torch.dtype, device: Any, rng: 
 
 def bit_inputs(device: str) -> Iterator[tuple[str, Args]]:
     """Every float16 number as a weight, under rows of ones: the norm is the weight, exactly."""
-    for name, options, weight in fp8.every_float16():
+    for name, options, weight in fp8.every_float16(device):
         x = torch.ones(2, len(weight), dtype=torch.float16, device=device)
         yield name, (x, weight.to(device), 0.0, 0.0, *options)
 

@@ -43,27 +43,24 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> tuple[Plan, bool
     if vec == 1:
         plan = cuda_rows.group(n, 1, 4) or cuda_rows.block(n, 1, 4, 1024)
         return (plan, False) if plan else None
-    most = 384 if operands == 1 else 512
-    plan = cuda_rows.group(n, vec, 2) if n <= 64 * vec else cuda_rows.block(n, vec, 4, most)
+    plan = cuda_rows.group(n, vec, 2) if n <= 64 * vec else cuda_rows.block(n, vec, 4, 384)
     if plan:
         return plan, False
-    plan = cuda_rows.fits(wide(n, vec, gpu, operands), gpu, operands)
-    return (plan, True) if plan else None
-
-
-def wide(n: int, vec: int, gpu: Gpu, operands: int) -> Plan | None:
-    """One block while that leaves room for others beside it, then as few as hold the row."""
     loads = cuda_rows.ceil(n, vec)
-    blocks = 1
-    if loads > 2 * CLUSTER_PACKS // operands:
-        blocks = min(
-            cuda_rows.power_of_two(cuda_rows.ceil(loads, CLUSTER_PACKS)),
-            cuda_rows.largest_cluster(gpu),
-        )
+    together = cuda_rows.power_of_two(cuda_rows.ceil(loads, CLUSTER_PACKS))
+    for blocks in (1, min(together, cuda_rows.largest_cluster(gpu))):
+        plan = cuda_rows.fits(wide(loads, vec, blocks), gpu, operands)
+        if plan:
+            return plan, True
+    return None
+
+
+def wide(loads: int, vec: int, blocks: int) -> Plan | None:
+    """A block or a cluster of several for rows of that many loads, or None."""
     each = cuda_rows.ceil(loads, blocks)
-    threads = 256 if blocks > 1 and each * operands <= CLUSTER_PACKS else WIDE_THREADS
     if each > 2 * CLUSTER_PACKS:
         return None
+    threads = 256 if blocks > 1 and each <= CLUSTER_PACKS else WIDE_THREADS
     owner, packs = "CLUSTER" if blocks > 1 else "BLOCK", cuda_rows.ceil(each, threads)
     return Plan(owner, vec, packs, threads, threads, blocks)
 
