@@ -94,9 +94,9 @@ def error_bounds(
 def every_float16(device: str) -> Iterator[tuple[str, tuple[str, str], torch.Tensor]]:
     """(name, (format, scaling), rows) that hold all 65,536 float16 numbers, for tests of bits.
 
-    In order; and the finite ones shuffled, so that small and large numbers share a scale. As one row
-    and as eight, of which the interpreter, slow and no judge of a GPU's casts, takes the outer two.
-    Then finite ones with a single number that is not.
+    In order; and the finite ones shuffled, so that small and large numbers share a scale. As one
+    row, and as eight, of which the interpreter, slow and no judge of a GPU's casts, takes the outer
+    two. Then finite ones with a single number that is not.
     """
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = numbers[numbers.isfinite()]
