@@ -223,7 +223,7 @@ def _caller(
     operator: Any,
     function: type[torch.autograd.Function],
 ) -> Callable[..., Any]:
-    """`call(*tensors, rest)` for ops whose first one, two or more arguments are tensors.
+    """`call(*tensors, rest)` for ops whose first one, two, three or more arguments are tensors.
 
     The short way is taken when nothing stands between the call and its kernel: no tensor subclass,
     no function or dispatch mode, no use_backend, no autocast (where the op has a rule for it), no
@@ -332,6 +332,41 @@ def _caller(
                 return plan.run(x, y, *rest)
         return slow(x, y, rest)
 
+    def three(x: torch.Tensor, y: torch.Tensor | None, z: torch.Tensor | None, rest: Args) -> Any:
+        if _is_compiling():
+            return operator(x, y, z, *rest)
+        if (
+            x.__class__ in ordinary
+            and (y is None or y.__class__ in ordinary)
+            and (z is None or z.__class__ in ordinary)
+            and not (
+                _function_modes()
+                or _dispatch_modes()
+                or (has_rule and _autocast())
+                or forward_ad._current_level >= 0
+                or overriding() is not None
+                or capturing
+                or guards
+                or _transforms() is not None
+            )
+        ):
+            try:
+                address = x.data_ptr()
+                order = x.is_contiguous() or (x.stride(), x.is_neg())
+                layout = (x.shape, order, x.dtype, address & 15, x.get_device())
+                plan = find((*layout, layout_key(y), layout_key(z), rest))
+            except (RuntimeError, TypeError):
+                plan = None
+            if plan is not None and address:
+                if _is_grad_enabled() and (
+                    x.requires_grad
+                    or (y is not None and y.requires_grad)
+                    or (z is not None and z.requires_grad)
+                ):
+                    return apply(plan.run, x, y, z, rest)
+                return plan.run(x, y, z, *rest)
+        return slow(x, y, z, rest)
+
     def many(*args: Any) -> Any:
         *leading, rest = args
         if _is_compiling():
@@ -356,7 +391,7 @@ def _caller(
                 return plan.run(*leading, *rest)
         return slow(*args)
 
-    by_tensors: dict[int, Callable[..., Any]] = {1: one, 2: two}
+    by_tensors: dict[int, Callable[..., Any]] = {1: one, 2: two, 3: three}
     return by_tensors.get(op.tensor_count, many)
 
 

@@ -117,7 +117,7 @@ def make_run(
         if error:
             retry(error)
 
-    # Spelled out for one and two inputs: each Python call costs 0.2 us of the 10 we have.
+    # Spelled out for one, two and three inputs: each Python call costs 0.2 us of the 10 we have.
     def fire(config: int, made: int, given: int) -> None:
         first, second, address = arguments.pack
         first.value, second.value = made, given
@@ -142,15 +142,24 @@ def make_run(
             retry(error)
         return made
 
-    def making(*args: Any) -> torch.Tensor:
+    def from_three(
+        a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, *_: Any
+    ) -> torch.Tensor:
         made = makes()  # type: ignore[misc]
-        many(made, *args[: len(tensors) - 1])
+        first, second, third, fourth, address = arguments.pack
+        first.value, second.value = made.data_ptr(), a.data_ptr()
+        third.value = None if b is None else b.data_ptr()
+        fourth.value = None if c is None else c.data_ptr()
+        (config,) = on_stream.get(stream_of(index)) or before()
+        error = launch(config, function, address, None)
+        if error:
+            retry(error)
         return made
 
     run: Run = many
     if makes is not None:
-        spelled_out: dict[int, Run] = {2: from_one, 3: from_two}
-        run = spelled_out.get(len(tensors), making)
+        spelled_out: dict[int, Run] = {2: from_one, 3: from_two, 4: from_three}
+        run = spelled_out[len(tensors)]
         if run is from_one:
             run.shot = Shot(makes, fire, on_stream.get, before, ())  # type: ignore[attr-defined]
     run.loaded = loaded  # type: ignore[attr-defined]  # its library lives as long as the callable
