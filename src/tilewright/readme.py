@@ -191,11 +191,11 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
     return list(seen.values())
 
 
-MEASURED = ("bench-model", "bench-sweep")
+MEASURED = ("bench-model", "bench-prefill", "bench-decode", "bench-sweep", "bench-sweep-fp8")
 
 
 def measured(folder: str, root: Path) -> str:
-    """Every kernel of one op's folder, for its notes: from the model and the sweep suite."""
+    """Every kernel of one op's folder, for its notes: from all suites but the quick one."""
     names = [op.name for op in registry().values() if _folder(op) == folder]
     found = [r for name in MEASURED if (r := _bench(root, name))]
     there = _distinct([c for r in found for c in contests(r.rows)])
