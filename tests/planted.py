@@ -47,7 +47,6 @@ class Planted:
     find: str
     replace: str
     times: int = 1  # how often `find` occurs; all are replaced
-    kills: bool = False  # it writes where nothing of ours is, and the process may die of it
 
 
 def edge(op: str, case: str) -> Checks:
@@ -68,11 +67,11 @@ PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
     Planted(
         "a tile stores one column too many", RELU_RANDOM, RELU,
-        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)", kills=True,
+        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
     ),
     Planted(
         "a tile stores one row too many", RELU_RANDOM, RELU,
-        "(row < row_count) & (column < n)", "(row <= row_count) & (column < n)", kills=True,
+        "(row < row_count) & (column < n)", "(row <= row_count) & (column < n)",
     ),
     Planted(
         "the last column of a tile is left out", RELU_RANDOM, RELU,
@@ -98,7 +97,7 @@ PLANTED = (
     ),
     Planted(
         "a write in place reaches past its row", Checks("relu", ("in place",)), RELU,
-        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)", kills=True,
+        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
     ),
     Planted(
         "the gradient is read with the output's strides", Checks("relu", ("layouts",)), RELU,
@@ -118,7 +117,7 @@ PLANTED = (
     Planted(
         "a row reads and writes one column too many", SOFTMAX_RANDOM, SOFTMAX,
         "inside = (row < row_count)[:, None] & (column < n)",
-        "inside = (row < row_count)[:, None] & (column <= n)", times=2, kills=True,
+        "inside = (row < row_count)[:, None] & (column <= n)", times=2,
     ),
     Planted(
         "no maximum is subtracted", SOFTMAX_RANDOM, SOFTMAX,

@@ -245,6 +245,11 @@ def test_what_ran_on_a_gpu_found_nothing() -> None:
         # a program that died is no error to a sanitizer that does not know why
         ran = len(re.findall(r"(binaries, forward and backward|roofs: \d+ kernels)\n=", said))
         assert ran == len(ends) == said.count("$ ") and "returned an error" not in said, path
+    ops = registry().values()
+    cuda = {(op.name, b.name) for op in ops for b in op.backends if b.technology == "cuda"}
+    for tool in ("memcheck", "initcheck", "racecheck"):
+        said = (folder / f"sanitizer-{tool}.txt").read_text("utf-8")
+        assert set(re.findall(r"(\w+) (\w+): \d+ binaries", said)) == cuda, tool
 
 
 def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:

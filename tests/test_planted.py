@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "tilewright"
 # more; a copy must pass one of each op, or a bug might be "caught" by the copying.
 SETS = {bug.checks.op: bug.checks for bug in PLANTED if bug.checks.only == ("random",)}
 
-DIED = (-signal.SIGSEGV, -signal.SIGABRT)
-
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
@@ -31,12 +28,10 @@ def copied(tmp_path: Path) -> Path:
 
 
 def verify(package: Path, checks: Checks) -> tuple[int | None, dict[str, Any]]:
-    """The exit code and the report, which only a process that died may owe us."""
+    """The exit code and the report; no report means that verify itself fell over."""
     report = package.parent / "report.json"
     words = ["verify", *checks.words, "--device", "cpu", "--fail-fast", "--json", str(report)]
     code, said = apart.run(package, words, seconds=500)
-    if code in DIED:
-        return code, {}
     assert report.exists(), (code, said[-2000:])
     return code, json.loads(report.read_text())
 
@@ -48,8 +43,6 @@ def test_verify_catches(bug: Planted, copied: Path) -> None:
     assert text.count(bug.find) == bug.times, "the source changed: plant this bug anew"
     path.write_text(text.replace(bug.find, bug.replace))
     code, report = verify(copied, bug.checks)
-    if bug.kills and code in DIED:
-        return
     assert code == 1
     assert {f["op"] for f in report["failures"]} == {bug.checks.op}
     # a wrong result, not a replacement that does not compile

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import math
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Op, Rounding
-from tilewright.verify import CHECKS, Context, Result, compare, layouts, plan, touch
+from tilewright.verify import CHECKS, Context, Result, compare, layouts, offsets, plan, touch
 from tilewright.verify.checks import BASE, _relaid, edge_cases
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
 from tilewright.verify.summary import summarise
@@ -490,3 +493,28 @@ def test_touch_refuses_names_that_leave_it_idle(
     """A sanitizer that watched nothing would report no error."""
     assert touch.main(names) == 2
     assert idle in capsys.readouterr().out.split(";")[0]
+
+
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_available(),
+    reason="what is patched here reaches a child that is forked, not one that is spawned",
+)
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (lambda *_: "", ""),
+        (lambda *_: "wrong beyond 2^31", "wrong beyond 2^31"),
+        (lambda *_: 1 // 0, "raised ZeroDivisionError"),
+        (lambda *_: os._exit(3), "exit code 3"),
+        (lambda *_: os.kill(os.getpid(), signal.SIGSEGV), f"exit code {-signal.SIGSEGV}"),
+        (lambda *_: time.sleep(60), "no end after 0.5 s"),
+    ],
+    ids=["right", "wrong", "raises", "ends", "crashes", "hangs"],
+)
+def test_what_becomes_of_the_process_that_looks_past_2_31(
+    does: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offsets, "compare", does)
+    monkeypatch.setattr(offsets, "SECONDS", 0.5 if "no end" in said else 60)
+    found = offsets.wrong("relu", "triton", "cpu", 0)
+    assert found.startswith(said) and bool(found) == bool(said)

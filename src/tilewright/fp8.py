@@ -95,8 +95,8 @@ def every_float16(device: str) -> Iterator[tuple[str, tuple[str, str], torch.Ten
     """(name, (format, scaling), rows) that hold all 65,536 float16 numbers, for tests of bits.
 
     In order; and the finite ones shuffled, so that small and large numbers share a scale. As one
-    row, and as eight, of which the interpreter, slow and no judge of a GPU's casts, takes the outer
-    two. Then finite ones with a single number that is not.
+    row, and as eight, of which the interpreter, slow and no judge of a GPU's casts, takes one. Then
+    finite ones with a single number that is not.
     """
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = numbers[numbers.isfinite()]
@@ -105,7 +105,7 @@ def every_float16(device: str) -> Iterator[tuple[str, tuple[str, str], torch.Ten
         for scaling in SCALINGS:
             for name, row in (("all", numbers), ("finite, shuffled", finite[order])):
                 for i, part in enumerate((row, *row.split(8192))):
-                    if device == "cpu" and 1 < i < 8:
+                    if device == "cpu" and i not in (0, 7):  # from 2 to 512
                         continue
                     which = f"part {i} of 8" if i else "one row"
                     yield f"{format}, {scaling}, {name}, {which}", (format, scaling), part

@@ -203,7 +203,9 @@ def measured(folder: str, root: Path) -> str:
     rivals = _rivals(judged)
     rows = []
     for contest in judged:
-        shape = " x ".join(map(str, contest.first.dims["shape"]))
+        dims = contest.first.dims
+        shape = " x ".join(map(str, dims["shape"]))
+        shape += f", {dims['scaling']}" if "scaling" in dims else ""
         what = (f"`{contest.first.op}` {contest.first.phase}", shape)
         for row in contest.rows.values():
             if row.ours and has_number(row):

@@ -239,9 +239,9 @@ def bind(
     The kernel's parameters are one pointer for each of `tensors` (None: null; a dtype stands for an
     output that does not exist yet), then `scalars`: ctypes instances, structs included. `run` takes
     the tensors in that order and launches on the current stream of their device. With `makes`, an
-    allocator, `run` takes the tensors after the first, makes that one and returns it; what follows
-    the tensors in a call is ignored. A kernel that walks over its work gets no more blocks than
-    run at a time, `waves` times.
+    allocator, `run` takes the one to three tensors after the first, makes that one and returns it;
+    what follows the tensors in a call is ignored. A kernel that walks over its work gets no more
+    blocks than run at a time, `waves` times.
     """
     shape = Shape(kernel, grid, block, shared, cluster)
     _check(shape, gpu)

@@ -19,6 +19,7 @@ from tilewright import dispatch
 from tilewright.errors import UnsupportedError
 from tilewright.library import call
 from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
+from tilewright.toolkit import memory
 from tilewright.verify import compare, layouts
 from tilewright.verify import offsets as sparse_offsets
 from tilewright.verify.compare import Verdict
@@ -181,6 +182,7 @@ def bits(c: Context) -> Iterator[Result]:
         yield c.result("bits", name, args[0].dtype, "forward", verdict)
 
 
+BEHIND = 64  # elements after what is written in place
 BASE = (3, 2, 128)  # what is laid out: small, with two leading dims and whole 16-byte vectors
 
 
@@ -233,16 +235,20 @@ def in_place(c: Context) -> Iterator[Result]:
         if name == "expanded":
             continue
         (x, *others) = c.inputs({"shape": BASE}, dtype, c.seed)
-        target = layouts.LAYOUTS[name](x)
-        room = torch.empty(0, dtype=dtype, device=c.device).set_(target.untyped_storage())
+        laid = layouts.LAYOUTS[name](x)
+        geometry = (laid.shape, laid.stride(), laid.storage_offset())
+        values = torch.empty(0, dtype=dtype, device=c.device).set_(laid.untyped_storage())
+        behind = values.new_full((BEHIND,), -1.0)  # what reaches past the end must show there
+        room = torch.cat((values, behind))
         room[room.isnan()] = -1.0  # what lies around the view must stay, and a NaN would anyway
+        target = room.as_strided(*geometry)
         start = room.clone()
         wanted_room = room.clone()
-        geometry = (target.shape, target.stride(), target.storage_offset())
         with torch.no_grad():
-            (wanted,) = as_tuple(call(c.op, (target.clone(), *others), c.backend))
+            with memory.guarded() as guard:
+                (wanted,) = as_tuple(call(c.op, (target.clone(), *others), c.backend))
             wanted_room.as_strided(*geometry).copy_(wanted)
-            verdict = Verdict()
+            verdict = Verdict(message="; ".join(guard.faults()))
             for _ in range(3):  # the dispatcher's way, the short way, and once more
                 room.copy_(start)
                 call(c.op.in_place, (target, *others), c.backend)

@@ -30,10 +30,11 @@ def sparse(values: torch.Tensor) -> torch.Tensor:
 def wrong(name: str, backend: str, device: str, variant: int) -> str:
     """What a process of its own finds wrong with a variant of an op; "" if nothing is.
 
-    On a CPU it is forked, which is quick; a driver does not work in a fork.
+    It is forked, which is quick, where torch sees no GPU: neither a driver nor autograd works in a
+    fork where there is one. Else it imports the main module anew, as any that is spawned.
     """
-    ways = multiprocessing.get_all_start_methods()
-    way = "fork" if device == "cpu" and "fork" in ways else "spawn"
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_available()
+    way = "fork" if forks else "spawn"
     context: Any = multiprocessing.get_context(way)
     found, tell = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(tell, name, backend, device, variant))

@@ -25,7 +25,7 @@ from tilewright.toolkit.rows import common_width, on_rows, rows
 
 SOURCE = nvrtc.Source.beside(__file__)
 
-# Two rows at once in clusters, whose exchange is the longest (H200, 2026-11).
+# Two rows at once where a cluster's long exchange is worth the registers (H200, 2026-11).
 WIDE = (
     Walk(packs=2, threads=512, blocks=1, stages=2, at_once=1),
     Walk(packs=4, threads=128, blocks=3, cluster=4, stages=2, at_once=1, full=True),

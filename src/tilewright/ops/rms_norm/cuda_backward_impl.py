@@ -5,7 +5,8 @@ through shared memory meanwhile. The weight's gradient stays in registers over a
 a second kernel adds the blocks' partials in a fixed order, so the result has the same bits on every
 run. Limits: float32, float16, bfloat16; weight and gradient of the input's dtype; 12,288 half or
 6,144 float columns without clusters, 262,144 half or 131,072 float columns with them, 2,048 without
-16-byte loads; fewer where a block has less shared memory than an H100 gives it.
+16-byte loads; fewer where a block has less shared memory than an H100 gives it or a cluster fewer
+blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tilewright.toolkit.rows import common_width, on_rows, rows
 SOURCE = nvrtc.Source.beside(__file__)
 
 
-# Two rows at once in clusters, whose exchange is the longest (H200, 2026-11).
+# Two rows at once where a cluster's long exchange is worth the registers (H200, 2026-11).
 WIDE = (
     Walk(packs=2, threads=512, blocks=1, stages=3, at_once=1),
     Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),

@@ -48,14 +48,15 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Launch | None:
     plan = cuda_rows.block(n, vec, 4, 384)
     if plan:
         return Launch(plan, 384, 3 if operands == 1 else 2)
-    if gpu.sm < 80:
-        return None  # rows cannot travel to shared memory while others are on their way
+    if gpu.sm < 80:  # rows cannot travel to shared memory by themselves
+        plan = cuda_rows.block(n, vec, 4, 512)
+        return Launch(plan, 512, 1) if plan else None
     wide = WIDE if operands == 1 else WIDE_ADD
     return cuda_rows.first_that_fits(wide, n, vec, gpu, operands=operands, values=1)
 
 
-# A block for each row while it leaves room for another beside it; then clusters that stay for all
-# of theirs, for the longest rows are few (H200, 2026-11).
+# A block for each row while an SM's shared memory holds several; then clusters that stay for all of
+# theirs, for the longest rows are few (H200, 2026-11).
 CLUSTERS = (
     Walk(packs=8, threads=256, blocks=2, cluster=16, stages=1),
     Walk(packs=8, threads=512, blocks=1, cluster=16, stages=1),

@@ -5,8 +5,8 @@ length. `cuda_v2` reads each element once: a group of lanes (short rows) or a bl
 registers; a longer row is held in the shared memory of a block, and beyond 32,768 half or 16,384
 float columns of a cluster of blocks (SM 90). Both use 16-byte loads where alignment allows and
 compute in float32. Limits: float32, float16, bfloat16, or half input to float32 output; v2 takes
-rows of up to 262,144 columns, 4,096 without 16-byte loads, and needs at most six binaries per pair
-of dtypes.
+rows of up to 262,144 columns, 4,096 without 16-byte loads, and needs at most seven binaries per
+pair of dtypes.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> tuple[Plan, bool
 
     None: no block holds them. A wide row is held by all loads it takes: its plan's packs are data.
     """
+    if n > cuda_rows.WIDEST:
+        return None
     if vec == 1:
         plan = cuda_rows.group(n, 1, 4) or cuda_rows.block(n, 1, 4, 1024)
         return (plan, False) if plan else None
@@ -52,7 +54,8 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> tuple[Plan, bool
         plan = cuda_rows.fits(wide(loads, vec, blocks), gpu, operands)
         if plan:
             return plan, True
-    return None
+    plan = cuda_rows.block(n, vec, 4, 512)  # where a block has little shared memory
+    return (plan, False) if plan else None
 
 
 def wide(loads: int, vec: int, blocks: int) -> Plan | None:
