@@ -459,7 +459,7 @@ def test_what_bounds_a_case(floor: Floor, bound: str) -> None:
 
 
 def arithmetic(shape: tuple[int, int]) -> Subject:
-    return replace(with_ours(subject(shape=shape), ours(REFERENCE)), cost=Cost(1e12, "bf16"))
+    return replace(with_ours(subject(shape=shape), ours(in_doubles)), cost=Cost(1e12, "bf16"))
 
 
 def test_a_case_bound_by_arithmetic_is_timed_hot_and_without_the_roofs() -> None:
