@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # NumPy 2.4 breaks the interpreter of Triton 3.6; set by `make oldest`.
 EXTRA ?=
+# One binary of every kernel for the oldest SM, the one we run on and the newest.
+MATRIX := --arch 75 --arch 90 --arch 120 --ledger results/compile --sample 0.02
 
 .PHONY: bench test setup lint types tests examples matrix verify oldest clean
 .DEFAULT_GOAL := bench
@@ -18,7 +20,7 @@ EXTRA ?=
 bench: setup
 	$(BIN)/tilewright doctor
 	$(BIN)/tilewright verify --quick --json $(OUT)/verify.json
-	$(BIN)/tilewright compile --ledger results/compile --sample 0.02 --json $(OUT)/compile.json
+	$(BIN)/tilewright compile $(MATRIX) --json $(OUT)/compile.json
 	$(BIN)/tilewright bench --out $(OUT)/bench --html $(OUT)/bench.html
 
 test: setup lint types tests examples matrix
@@ -47,9 +49,8 @@ tests: setup
 examples: setup
 	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python $$example; done
 
-# One binary of every kernel for the oldest SM, the one we run on and the newest.
 matrix: setup
-	$(BIN)/tilewright compile --arch 75 --arch 90 --arch 120 --ledger results/compile --sample 0.02
+	$(BIN)/tilewright compile $(MATRIX)
 
 # The oldest Triton we support: its compiler is the one many GPU machines have.
 oldest:
