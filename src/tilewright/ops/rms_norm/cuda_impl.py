@@ -28,6 +28,20 @@ SOURCE = nvrtc.Source.beside(__file__)
 Tensors = list["torch.Tensor | torch.dtype | None"]
 
 
+# A block for each row while an SM's shared memory holds several; then clusters that stay for all of
+# theirs, for the longest rows are few (H200, 2026-11).
+CLUSTERS = (
+    Walk(packs=8, threads=256, blocks=2, cluster=16, stages=1),
+    Walk(packs=8, threads=512, blocks=1, cluster=16, stages=1),
+)
+WIDE = (
+    Walk(packs=6, threads=512, blocks=2, stages=1, waves=0),
+    Walk(packs=8, threads=512, blocks=2, stages=1, waves=0),
+    *CLUSTERS,
+)
+WIDE_ADD = (Walk(packs=8, threads=512, blocks=1, stages=1, waves=0), *CLUSTERS)
+
+
 def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Launch | None:
     """For rows of n columns, `vec` elements to a load; None: no block holds them.
 
@@ -53,20 +67,6 @@ def launch(n: int, vec: int, gpu: Gpu, *, operands: int = 1) -> Launch | None:
         return Launch(plan, 512, 1) if plan else None
     wide = WIDE if operands == 1 else WIDE_ADD
     return cuda_rows.first_that_fits(wide, n, vec, gpu, operands=operands, values=1)
-
-
-# A block for each row while an SM's shared memory holds several; then clusters that stay for all of
-# theirs, for the longest rows are few (H200, 2026-11).
-CLUSTERS = (
-    Walk(packs=8, threads=256, blocks=2, cluster=16, stages=1),
-    Walk(packs=8, threads=512, blocks=1, cluster=16, stages=1),
-)
-WIDE = (
-    Walk(packs=6, threads=512, blocks=2, stages=1, waves=0),
-    Walk(packs=8, threads=512, blocks=2, stages=1, waves=0),
-    *CLUSTERS,
-)
-WIDE_ADD = (Walk(packs=8, threads=512, blocks=1, stages=1, waves=0), *CLUSTERS)
 
 
 def refuses(gpu: Gpu, input: torch.Tensor, weight: torch.Tensor | None, *_: Any) -> str | None:
