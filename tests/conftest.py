@@ -14,5 +14,10 @@ def seed() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that at the end no core waits for another."""
+    """What takes longest begins first, so that at the end no core waits for another.
+
+    xdist cuts the list into a piece for each worker; dealt like cards, each begins with long ones.
+    """
     items.sort(key=lambda item: item.path.name != "test_verify.py")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [item for first in range(workers) for item in items[first::workers]]

@@ -247,7 +247,7 @@ def test_what_ran_on_a_gpu_found_nothing() -> None:
         assert ran == len(ends) == said.count("$ ") and "returned an error" not in said, path
     ops = registry().values()
     cuda = {(op.name, b.name) for op in ops for b in op.backends if b.technology == "cuda"}
-    for tool in ("memcheck", "initcheck", "racecheck"):
+    for tool in ("memcheck", "initcheck", "racecheck", "synccheck"):
         said = (folder / f"sanitizer-{tool}.txt").read_text("utf-8")
         assert set(re.findall(r"(\w+) (\w+): \d+ binaries", said)) == cuda, tool
 

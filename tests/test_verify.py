@@ -119,6 +119,14 @@ def test_every_check_is_planned_once_per_backend() -> None:
     assert not any(backend == "torch" for _, backend in on_gpu)
 
 
+def test_what_a_cpu_runs_in_a_hurry_is_small() -> None:
+    """A case that is meant for the many SMs of a GPU takes the interpreter minutes."""
+    for op in OPS:
+        for case in edge_cases(Context(registry()[op], "triton", "cpu", False, 1, 0)):
+            rows = math.prod(case.dims["shape"][:-1])
+            assert rows <= 5_000 and math.prod(case.dims["shape"]) <= 400_000, (op, case.name)
+
+
 def test_a_case_alone(tmp_path: Path) -> None:
     """One that a quick run leaves out as well: what failed in a full run is run again so."""
     code, report = verify("rms_norm", "--case", "wide-odd", folder=tmp_path)
@@ -478,12 +486,21 @@ def test_touch_runs_a_binary_once(tmp_path: Path) -> None:
     assert done.stdout.split() == ["3", "2", "0", "2"], done.stderr[-1000:]
 
 
+def test_touch_can_begin_with_the_smallest() -> None:
+    op = registry()["rms_norm"]
+    declared, sorted_ = (touch.edge_cases(op, smallest=smallest) for smallest in (False, True))
+    sizes = [math.prod(case.dims["shape"]) for case in sorted_]
+    assert sizes == sorted(sizes)
+    assert {c.name for c in sorted_} == {c.name for c in declared} and sorted_ != declared
+
+
 @pytest.mark.parametrize(
     ("names", "idle"),
     [
         (["cuda", "cdua"], "'cdua'"),
         (["relu", "cuda"], "relu"),
         (["relu", "softmax", "cuda_v2"], "relu"),
+        (["--smalest", "softmax"], "'--smalest'"),
         (["softmax", "cuda_v1", "cuda"], "cuda"),
     ],
 )

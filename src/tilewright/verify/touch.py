@@ -1,16 +1,22 @@
 """python -m tilewright.verify.touch: every binary once, for a sanitizer to watch.
 
     compute-sanitizer --tool memcheck python -m tilewright.verify.touch [OP or BACKEND ...]
+    compute-sanitizer --tool synccheck python -m tilewright.verify.touch --smallest [...]
 
 Walks the cases that verify takes on a GPU, forward and backward, aligned and not, of every op and
 backend or the named ones, and runs a call if its launchers ask for a binary that no earlier call
 has run. It compares nothing: a sanitizer slows kernels down a hundredfold, and the references are
 what would take the time.
+
+--smallest gives each binary the smallest of its cases. synccheck (2025.3) itself reads memory that
+is not there as soon as two clusters of sixteen blocks share SMs, if a block so much as waits at an
+mbarrier of its own; few rows keep clusters apart.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import Counter
 
@@ -19,7 +25,7 @@ import torch
 from tilewright import dispatch
 from tilewright.library import call
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Args, Op, as_tuple
+from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
 from tilewright.verify.checks import GROUPS, Context
@@ -59,7 +65,15 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
     return new
 
 
-def main(names: list[str]) -> int:
+def edge_cases(op: Op, *, smallest: bool) -> list[Case]:
+    """What verify takes on a GPU, as declared or the smallest input first."""
+    cases = [case for case in op.cases if case.group in GROUPS["cuda"]]
+    return sorted(cases, key=lambda case: math.prod(case.dims["shape"])) if smallest else cases
+
+
+def main(arguments: list[str]) -> int:
+    smallest = "--smallest" in arguments
+    names = [name for name in arguments if name != "--smallest"]
     known = {backend for name in registry() for backend in backends_on(name, "cuda")}
     for unknown in [name for name in names if name not in known | registry().keys()]:
         print(
@@ -79,7 +93,7 @@ def main(names: list[str]) -> int:
     ran: Counter[tuple[str, str]] = Counter()
     for name, backend in pairs:
         op, seen = registry()[name], set[str]()
-        edge = [case for case in op.cases if case.group in GROUPS["cuda"]]
+        edge = edge_cases(op, smallest=smallest)
         context = Context(op, backend, "cuda", False, 0, 0)
         for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
             args = context.inputs(case.dims, dtype, 0)
