@@ -119,10 +119,11 @@ def test_every_check_is_planned_once_per_backend() -> None:
     assert not any(backend == "torch" for _, backend in on_gpu)
 
 
-def test_what_a_cpu_runs_in_a_hurry_is_small() -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])
+def test_what_a_cpu_runs_is_small(full: bool) -> None:
     """A case that is meant for the many SMs of a GPU takes the interpreter minutes."""
     for op in OPS:
-        for case in edge_cases(Context(registry()[op], "triton", "cpu", False, 1, 0)):
+        for case in edge_cases(Context(registry()[op], "triton", "cpu", full, 1, 0)):
             rows = math.prod(case.dims["shape"][:-1])
             assert rows <= 5_000 and math.prod(case.dims["shape"]) <= 400_000, (op, case.name)
 
@@ -429,14 +430,15 @@ def test_one_seed_gives_one_result(tmp_path: Path) -> None:
     assert reports[0]["numerics"] == reports[1]["numerics"] != []
 
 
-def test_the_language_is_patched_once_in_a_launch_and_to_the_same_effect() -> None:
+def test_the_interpreter_repeats_less_to_the_same_effect() -> None:
     script = (
         "from contextlib import nullcontext\n"
+        "import triton.language as tl\n"
         "from triton.runtime import interpreter\n"
         "from tilewright.ops import registry\n"
         "from tilewright.verify import CHECKS, Context\n"
-        "from tilewright.verify.interpreter import language_patched_once\n"
-        "calls = {'_patch_lang': 0, 'GridExecutor': 0}\n"
+        "from tilewright.verify.interpreter import without_repetition\n"
+        "calls = {'_patch_lang': 0, 'GridExecutor': 0, '_get_np_dtype': 0}\n"
         "def counted(name):\n"
         "    call = getattr(interpreter, name)\n"
         "    def count(*args):\n"
@@ -444,13 +446,16 @@ def test_the_language_is_patched_once_in_a_launch_and_to_the_same_effect() -> No
         "        return call(*args)\n"
         "    setattr(interpreter, name, count)\n"
         "    return count\n"
-        "plain, _ = map(counted, calls)\n"
-        "for quick in (language_patched_once, nullcontext, language_patched_once):\n"
+        "plain, _, numpy_type = map(counted, calls)\n"
+        "make = tl.block_type.__init__\n"
+        "for quick in (without_repetition, nullcontext, without_repetition):\n"
         "    calls.update(dict.fromkeys(calls, 0))\n"
         "    with quick():\n"
         "        context = Context(registry()['layer_norm'], 'triton', 'cpu', False, 4, 0)\n"
         "        results = [r.as_dict() for r in CHECKS['random'](context)]\n"
         "    assert interpreter._patch_lang is plain\n"
+        "    assert interpreter._get_np_dtype is numpy_type\n"
+        "    assert tl.block_type.__init__ is make\n"
         "    print([*calls.values(), results])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TRITON_INTERPRET": "1"}
@@ -458,10 +463,11 @@ def test_the_language_is_patched_once_in_a_launch_and_to_the_same_effect() -> No
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     runs = [ast.literal_eval(line) for line in done.stdout.splitlines()]
     assert len(runs) == 3, done.stderr[-1000:]
-    (first, launches, results), (again, _, as_ever), (last, _, once_more) = runs
+    (first, launches, types, results), (again, _, many, as_ever), (last, _, _, once_more) = runs
     # Triton never takes back what a helper of its own library replaced: nothing is left to replace
     assert launches == last <= first <= launches + 1
     assert again > 3 * launches
+    assert many > 100 * types > 0
     assert results == as_ever == once_more
     assert len(results) == 8
 
@@ -486,12 +492,19 @@ def test_touch_runs_a_binary_once(tmp_path: Path) -> None:
     assert done.stdout.split() == ["3", "2", "0", "2"], done.stderr[-1000:]
 
 
-def test_touch_can_begin_with_the_smallest() -> None:
-    op = registry()["rms_norm"]
-    declared, sorted_ = (touch.edge_cases(op, smallest=smallest) for smallest in (False, True))
-    sizes = [math.prod(case.dims["shape"]) for case in sorted_]
-    assert sizes == sorted(sizes)
-    assert {c.name for c in sorted_} == {c.name for c in declared} and sorted_ != declared
+@pytest.mark.parametrize("smallest", [False, True], ids=["declared", "smallest"])
+def test_touch_can_begin_with_the_smallest(smallest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noted(_: Context, dims: Any, *__: Any) -> tuple[torch.Tensor]:
+        sizes.append(math.prod(dims["shape"]))
+        return (torch.empty(2, 8),)
+
+    monkeypatch.setattr(Context, "inputs", noted)
+    monkeypatch.setattr(Context, "serves", lambda *_: False)  # nothing is run
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert touch.main([*(["--smallest"] if smallest else []), "softmax", "cuda_v1"]) == 0
+    assert (sizes == sorted(sizes)) is smallest
 
 
 @pytest.mark.parametrize(
@@ -501,6 +514,7 @@ def test_touch_can_begin_with_the_smallest() -> None:
         (["relu", "cuda"], "relu"),
         (["relu", "softmax", "cuda_v2"], "relu"),
         (["--smalest", "softmax"], "'--smalest'"),
+        (["--smallest", "cdua"], "'cdua'"),
         (["softmax", "cuda_v1", "cuda"], "cuda"),
     ],
 )

@@ -17,7 +17,7 @@ from tilewright.errors import InputError
 from tilewright.ops import registry
 from tilewright.verify.checks import CHECKS, GROUPS, Context, edge_cases
 from tilewright.verify.compare import Verdict
-from tilewright.verify.interpreter import language_patched_once
+from tilewright.verify.interpreter import without_repetition
 from tilewright.verify.record import Result
 
 # random cases per op and backend: (quick, full)
@@ -120,7 +120,7 @@ def run_step(step: tuple[str, Context], *, fail_fast: bool = False) -> list[Resu
     check, context = step
     # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold
     results: list[Result] = []
-    quick = language_patched_once() if context.interpreted else nullcontext()
+    quick = without_repetition() if context.interpreted else nullcontext()
     with np.errstate(all="ignore"), quick:
         try:
             for result in CHECKS[check](context):

@@ -28,7 +28,7 @@ from tilewright.ops import registry
 from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
-from tilewright.verify.checks import GROUPS, Context
+from tilewright.verify.checks import Context, edge_cases
 from tilewright.verify.runner import backends_on
 
 
@@ -65,10 +65,8 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
     return new
 
 
-def edge_cases(op: Op, *, smallest: bool) -> list[Case]:
-    """What verify takes on a GPU, as declared or the smallest input first."""
-    cases = [case for case in op.cases if case.group in GROUPS["cuda"]]
-    return sorted(cases, key=lambda case: math.prod(case.dims["shape"])) if smallest else cases
+def size(case: Case) -> int:
+    return math.prod(case.dims["shape"])
 
 
 def main(arguments: list[str]) -> int:
@@ -93,8 +91,10 @@ def main(arguments: list[str]) -> int:
     ran: Counter[tuple[str, str]] = Counter()
     for name, backend in pairs:
         op, seen = registry()[name], set[str]()
-        edge = edge_cases(op, smallest=smallest)
         context = Context(op, backend, "cuda", False, 0, 0)
+        edge = edge_cases(context)
+        if smallest:
+            edge.sort(key=size)
         for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
             args = context.inputs(case.dims, dtype, 0)
             if not aligned:
