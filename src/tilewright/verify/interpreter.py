@@ -5,7 +5,7 @@ place of those of `triton.language`, and does so once more at every call of a ji
 among them: it looks through a thousand names to find that all have been replaced. That is half of
 the time of a run. Here a helper finds the language as its kernel left it.
 
-A quarter of the rest goes into types: every value of a kernel gets one, whose shape is checked and
+A third of the rest goes into types: every value of a kernel gets one, whose shape is checked and
 whose name is put together anew, and whose NumPy twin is looked up in a table that is built for the
 purpose. Here that is done once for each type.
 """
@@ -50,14 +50,16 @@ def types_made_once() -> Iterator[None]:
     if numpy_type is None:
         yield
         return
-    make = tl.block_type.__init__
+    make, make_value = tl.block_type.__init__, tl.tensor.__init__
     interpreter._get_np_dtype = _kept_by_scalar(numpy_type)
     tl.block_type.__init__ = _kept_by_shape(make)
+    tl.tensor.__init__ = _kept_by_type(make_value)
     try:
         yield
     finally:
         interpreter._get_np_dtype = numpy_type
         tl.block_type.__init__ = make
+        tl.tensor.__init__ = make_value
 
 
 def _kept_by_scalar(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -82,6 +84,19 @@ def _kept_by_shape(make: Callable[..., None]) -> Callable[..., None]:
             return
         make(self, element_ty, shape)
         known[key] = dict(vars(self))
+
+    return make_or_copy
+
+
+def _kept_by_type(make: Callable[..., None]) -> Callable[..., None]:
+    known: dict[str, dict[str, Any]] = {}  # the shape, as constants of the language, and the size
+
+    def make_or_copy(self: Any, handle: Any, type: Any) -> None:
+        if type.name in known:
+            vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+            return
+        make(self, handle, type)
+        known[type.name] = {**vars(self), "handle": None}
 
     return make_or_copy
 
