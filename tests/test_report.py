@@ -17,6 +17,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image
 
 import synthetic
@@ -313,6 +315,28 @@ def test_a_digest_outlives_the_file(record: Record, tmp_path: Path) -> None:
     assert report.figure_digest(again.rows, again.roofs) == report.figure_digest(
         rows, synthetic.ROOFS
     )
+
+
+def test_no_word_is_cut_off(record: Record) -> None:
+    """Not even where a reader's font is wider than ours. With long names and few rivals a heatmap
+    is narrow, and its key is the widest thing in it."""
+    rows = [replace(r, case=f"{r.case}, with a long name", flags=("noisy",)) for r in few(record)]
+    drawn = plots.pictures(rows, record.roofs)
+    drawn["narrow"] = [plots.heatmap(contests(rows), "title", "narrow")]
+    for picture in (picture for its in drawn.values() for picture in its):
+        drawing = FigureCanvasAgg(picture.figure)
+        drawing.draw()
+        sheet = picture.figure.bbox.padded(1)
+        # an axis has labels in store for what lies beyond its ends
+        axes = picture.figure.axes
+        ticks = {t for each in axes for t in (*each.get_xticklabels(), *each.get_yticklabels())}
+        for text in set(picture.figure.findobj(Text)) - ticks:
+            box = text.get_window_extent(drawing.get_renderer())
+            more = 0.08 * box.width
+            left = {"left": 0.0, "right": more}.get(text.get_ha(), more / 2)
+            seen = text.get_text() and text.get_visible()
+            assert not seen or sheet.x0 <= box.x0 - left, (picture.name, text)
+            assert not seen or sheet.x1 >= box.x1 + more - left, (picture.name, text)
 
 
 def test_pictures_for_the_readme(record: Record) -> None:
