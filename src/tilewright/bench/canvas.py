@@ -290,9 +290,7 @@ def heat_key(axes: Axes, words: str) -> None:
         axes.add_patch(cell)
     axes.set(xlim=(0, len(STEPS) + 1), ylim=(0, 1), yticks=[])
     axes.set_xticks(range(1, len(STEPS) + 1), [f"{step:g}" for step in STEPS])
-    axes.set_xlabel(
-        words, loc="right"
-    )  # with few rivals wider than the strip: the room is on the left
+    axes.set_xlabel(words, loc="right")  # longer than the strip, and there is room on the left
     axes.grid(False)
     axes.spines[:].set_visible(False)
 

@@ -20,46 +20,47 @@ from typing import Any
 @contextmanager
 def without_repetition() -> Iterator[None]:
     """While this lasts, a kernel is interpreted in a third of the time, to the same effect."""
-    with language_patched_once(), types_made_once():
-        yield
-
-
-@contextmanager
-def language_patched_once() -> Iterator[None]:
-    """While this lasts, the language is replaced at the launch of a kernel and not again in it."""
-    from triton.runtime import interpreter
-
-    patch = getattr(interpreter, "_patch_lang", None)  # 3.6 ... 3.9
-    if patch is None:
-        yield
-        return
-    interpreter._patch_lang = _unless_patched(patch)
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = patch
-
-
-@contextmanager
-def types_made_once() -> Iterator[None]:
-    """While this lasts, what is known of a type is kept."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    numpy_type = getattr(interpreter, "_get_np_dtype", None)  # 3.6 ... 3.9
-    if numpy_type is None:
+    with (
+        _wrapped(interpreter, "_patch_lang", _unless_patched),
+        _wrapped(interpreter, "_get_np_dtype", _kept_by_scalar),
+        _wrapped(tl.block_type, "__init__", _kept_by_shape),
+        _wrapped(tl.tensor, "__init__", _kept_by_type),
+    ):
+        yield
+
+
+@contextmanager
+def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """While this lasts, `owner` has `wrap` of what it had, if it has one (Triton 3.6 ... 3.9)."""
+    plain = getattr(owner, name, None)
+    if plain is None:
         yield
         return
-    make, make_value = tl.block_type.__init__, tl.tensor.__init__
-    interpreter._get_np_dtype = _kept_by_scalar(numpy_type)
-    tl.block_type.__init__ = _kept_by_shape(make)
-    tl.tensor.__init__ = _kept_by_type(make_value)
+    setattr(owner, name, wrap(plain))
     try:
         yield
     finally:
-        interpreter._get_np_dtype = numpy_type
-        tl.block_type.__init__ = make
-        tl.tensor.__init__ = make_value
+        setattr(owner, name, plain)
+
+
+def _unless_patched(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    named: dict[Any, list[Any]] = {}  # the modules of the language that a function can name
+
+    def patch_unless_patched(fn: Any) -> Any:
+        if fn not in named:
+            named[fn] = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
+        # what has been replaced is no builtin of the language any more
+        if named[fn] and not any(tl.core.is_builtin(module.load) for module in named[fn]):
+            return interpreter._LangPatchScope()  # nothing was changed: nothing to restore
+        return patch(fn)
+
+    return patch_unless_patched
 
 
 def _kept_by_scalar(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -99,20 +100,3 @@ def _kept_by_type(make: Callable[..., None]) -> Callable[..., None]:
         known[type.name] = {**vars(self), "handle": None}
 
     return make_or_copy
-
-
-def _unless_patched(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    named: dict[Any, list[Any]] = {}  # the modules of the language that a function can name
-
-    def patch_unless_patched(fn: Any) -> Any:
-        if fn not in named:
-            named[fn] = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
-        # what has been replaced is no builtin of the language any more
-        if named[fn] and not any(tl.core.is_builtin(module.load) for module in named[fn]):
-            return interpreter._LangPatchScope()  # nothing was changed: nothing to restore
-        return patch(fn)
-
-    return patch_unless_patched

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     for unknown in [name for name in names if name not in known | registry().keys()]:
         print(
             f"touch: no op or backend is named {unknown!r}; there are the ops "
-            f"{', '.join(registry())} and the backends {', '.join(sorted(known))}."
+            f"{', '.join(registry())}, the backends {', '.join(sorted(known))} and --smallest."
         )
         return 2
     pairs = [
