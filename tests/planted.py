@@ -13,10 +13,13 @@ SOFTMAX = "ops/softmax/triton_impl.py"
 RMS_NORM = "ops/rms_norm/triton_impl.py"
 LAYER_NORM = "ops/layer_norm/triton_impl.py"
 RMS_NORM_FP8 = "ops/rms_norm_fp8/triton_impl.py"
+RMS_NORM_SWIGLU = "ops/rms_norm_swiglu/triton_impl.py"
 LAYER_NORM_FP8 = "ops/layer_norm_fp8/triton_impl.py"
 FP8 = "toolkit/triton_fp8.py"
 PARTIALS = "toolkit/partials.py"
 STATISTICS = "toolkit/statistics.py"
+GATED = "toolkit/triton_gated.py"
+GATED_ROWS = "toolkit/gated_rows.py"
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,14 @@ NORM_RANDOM = Checks("rms_norm", ("random",), 12)
 NORM_CASTS = Checks("rms_norm", ("random",), 40)  # float16 with casting="llama" among them
 ADD_RANDOM = Checks("add_rms_norm", ("random",), 8)
 LAYER_RANDOM = Checks("layer_norm", ("random",), 24)  # far means among them, also in the loop
+NORM_SWIGLU_RANDOM = Checks("rms_norm_swiglu", ("random",), 12)
 FP8_RANDOM = Checks("rms_norm_fp8", ("random",), 24)
 FP8_BITS = Checks("rms_norm_fp8", ("bits",))
 LAYER_FP8_RANDOM = Checks("layer_norm_fp8", ("random",), 24)
+SWIGLU_RANDOM = Checks("swiglu", ("random",), 12)
+SWIGLU_PACKED_RANDOM = Checks("swiglu_packed", ("random",), 12)
+GEGLU_RANDOM = Checks("geglu", ("random",), 12)
+GEGLU_PACKED_RANDOM = Checks("geglu_packed", ("random",), 12)
 
 PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
@@ -374,6 +382,54 @@ PLANTED = (
         "            dx += tl.load(r_ptr + r_at[:, None] + column, mask=inside, other=0.0)"
         ".to(tl.float32)\n", "",
     ),
+    # --- rms_norm_swiglu ------------------------------------------------------------------------
+    Planted(
+        "the weight of a gated norm is ignored", NORM_SWIGLU_RANDOM, RMS_NORM_SWIGLU,
+        "        y *= tl.load(w_ptr + column, mask=column < n, other=0.0).to(tl.float32)\n",
+        "        pass\n",
+    ),
+    Planted(
+        "the mean of a gated row divides by the tile's width", NORM_SWIGLU_RANDOM, RMS_NORM_SWIGLU,
+        "mean_of(tl.sum(x * x, 1), n)", "mean_of(tl.sum(x * x, 1), BLOCK)", times=2,
+    ),
+    Planted(
+        "a norm with a large gate makes a NaN", edge("rms_norm_swiglu", "large-gates"),
+        RMS_NORM_SWIGLU,
+        "    y *= g * tl.sigmoid(g)\n\n", "    y *= g * (tl.exp(g) / (1 + tl.exp(g)))\n\n",
+    ),
+    Planted(
+        "the gate is read with x's strides", Checks("rms_norm_swiglu", ("layouts",)),
+        RMS_NORM_SWIGLU,
+        "load_rows(g_ptr, row, column, row_count, n, g_inner, g_outer, g_step, VEC)",
+        "load_rows(g_ptr, row, column, row_count, n, x_inner, x_outer, x_step, VEC)", times=2,
+    ),
+    Planted(
+        "silu's slope leaves out the sigmoid's", NORM_SWIGLU_RANDOM, RMS_NORM_SWIGLU,
+        "slope = sigma + silu * (1 - sigma)", "slope = sigma", times=2,
+    ),
+    Planted(
+        "dW of a gated norm leaves out the gate", NORM_SWIGLU_RANDOM, RMS_NORM_SWIGLU,
+        "dw += dy * silu * x", "dw += dy * x",
+    ),
+    Planted(
+        "the norm's mean is taken of what passes the gate", NORM_SWIGLU_RANDOM, RMS_NORM_SWIGLU,
+        "tl.sum(h * x, 1)", "tl.sum(dy * x, 1)",
+    ),
+    Planted(
+        "a row past the end brings its NaN into a gated norm's dW",
+        edge("rms_norm_swiglu", "eps-zero"), RMS_NORM_SWIGLU,
+        "rstd = tl.where(row < row_count, rstd, 0.0)[:, None]", "rstd = rstd[:, None]",
+    ),
+    Planted(
+        "a wide program keeps its last gated row's part of dW only",
+        edge("rms_norm_swiglu", "wide-walk"), RMS_NORM_SWIGLU,
+        "tl.load(own, mask=later, other=0.0) + dy * silu * x", "dy * silu * x",
+    ),
+    Planted(
+        "a gate of another dtype is not refused", Checks("rms_norm_swiglu", ("errors",)),
+        "ops/rms_norm_swiglu/op.py",
+        'checks.same_dtype(NAME, "gate", gate, "x", x)', "pass",
+    ),
     # --- rms_norm_fp8 ---------------------------------------------------------------------------
     Planted(
         "a row of zeros is divided by zero", edge("rms_norm_fp8", "zero-row-row"), FP8,
@@ -454,5 +510,81 @@ PLANTED = (
         "the second pass forgets what the mean left",
         edge("layer_norm_fp8", "far-mean-tensor"), LAYER_NORM_FP8,
         "_affine((x - near - left) * rstd", "_affine((x - near) * rstd",
+    ),
+    # --- swiglu ---------------------------------------------------------------------------------
+    Planted(
+        "a tile of a gated kernel stores one column too many", SWIGLU_RANDOM, GATED,
+        "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
+    ),
+    Planted(
+        "silu is rounded before it meets up", SWIGLU_RANDOM, GATED,
+        "y = x * _share(x, ACT) * up",
+        "y = (x * _share(x, ACT)).to(y_ptr.dtype.element_ty).to(tl.float32) * up",
+    ),
+    Planted(
+        "a large gate makes a NaN", edge("swiglu", "large-gates"), GATED,
+        "1.0 / (1.0 + tl.exp(-z))", "tl.exp(z) / (1.0 + tl.exp(z))",
+    ),
+    Planted(
+        "silu's derivative leaves out the gate's part", SWIGLU_RANDOM, GATED,
+        "(share + x * _share_slope(x, share, ACT))", "share",
+    ),
+    Planted(
+        "the gradient of a gated kernel is read with the gate's strides",
+        Checks("swiglu", ("layouts",)), GATED,
+        "_start(row, g_inner, g_outer, g_step, VEC, LEVELS)",
+        "_start(row, x_inner, x_outer, x_step, VEC, LEVELS)",
+    ),
+    Planted(
+        "an up with strides of its own is read as one long row", SWIGLU_RANDOM, GATED_ROWS,
+        "if are_contiguous(*tensors):", "if are_contiguous(gate):",
+    ),
+    Planted(
+        "two levels of a gated kernel's rows are taken for one", Checks("swiglu", ("layouts",)),
+        GATED_ROWS,
+        "return 1 if all(view.inner == 1 for view in (self.gate, self.up, self.grad)) else 2",
+        "return 1",
+    ),
+    # --- swiglu_packed --------------------------------------------------------------------------
+    Planted(
+        "gate and up are swapped", SWIGLU_PACKED_RANDOM, GATED_ROWS,
+        '(0, n) if order == "gate_up" else (n, 0)', '(n, 0) if order == "gate_up" else (0, n)',
+    ),
+    Planted(
+        "up is read from the start of the row", SWIGLU_PACKED_RANDOM, GATED,
+        "u_at = _start(row, u_inner, u_outer, u_step, VEC, LEVELS) + up_at.to(tl.int64) * VEC + ",
+        "u_at = _start(row, u_inner, u_outer, u_step, VEC, LEVELS) + ",
+    ),
+    Planted(
+        "rows of a packed gradient lie half as far apart", SWIGLU_PACKED_RANDOM, GATED_ROWS,
+        "step=2 * n", "step=n",
+    ),
+    Planted(
+        "row offsets of a gated kernel are 32-bit", Checks("swiglu_packed", ("offsets",)), GATED,
+        "return row.to(tl.int64) * outer * VEC", "return row * outer * VEC",
+    ),
+    Planted(
+        "an odd last dim is not refused", Checks("swiglu_packed", ("errors",)), "gated.py",
+        "if x.shape[-1] % 2:", "if False:",
+    ),
+    # --- geglu ----------------------------------------------------------------------------------
+    Planted(
+        "the error function stands for the tanh", GEGLU_RANDOM, "ops/geglu/triton_impl.py",
+        '"tanh": "gelu_tanh"', '"tanh": "gelu"',
+    ),
+    Planted(
+        "gelu's derivative leaves out the density", GEGLU_RANDOM, GATED,
+        "NORMAL * tl.exp(-0.5 * x * x)", "0.0 * x",
+    ),
+    Planted(
+        "a huge gate's square makes a NaN", edge("geglu", "huge-gates"), GATED,
+        "3.0 * CUBIC * tl.minimum(x * x, SATURATED)", "3.0 * CUBIC * x * x",
+    ),
+    # --- geglu_packed ---------------------------------------------------------------------------
+    Planted(
+        "a packed call forgets its approximation", GEGLU_PACKED_RANDOM,
+        "ops/geglu/triton_impl.py",
+        "triton_gated.prepare_packed(gpu, ACTS[approximate]",
+        'triton_gated.prepare_packed(gpu, ACTS["tanh"]',
     ),
 )  # fmt: skip

@@ -26,6 +26,11 @@ HOLDERS = [
     ("tilewright.ops.layer_norm.op", "layer_norm"),
     ("tilewright.ops.layer_norm_fp8.op", "layer_norm_fp8"),
     ("tilewright.ops.rms_norm_fp8.op", "rms_norm_fp8"),
+    ("tilewright.ops.rms_norm_swiglu.op", "rms_norm_swiglu"),
+    ("tilewright.ops.swiglu.op", "swiglu"),
+    ("tilewright.ops.swiglu.op", "swiglu_packed"),
+    ("tilewright.ops.geglu.op", "geglu"),
+    ("tilewright.ops.geglu.op", "geglu_packed"),
 ]
 
 
@@ -85,7 +90,8 @@ def short_way(op: Op, with_shots: bool) -> Callable[..., Any]:
         if key is not None:
             plans[key] = library.Plan(run)
             x, rest = args[0], given[-1]
-            if with_shots and op.tensor_count == 1 and op.autograd and x.is_contiguous():
+            kept = op.autograd.keep if op.autograd else ()  # as `library` asks
+            if with_shots and kept == ("output",) and x.is_contiguous():
                 apply = library._c_apply(library._autograd_function(op, (x.dtype, rest)))
                 plans[key] = library.Plan(run, _shot(op, x, rest), apply)
         return result

@@ -18,7 +18,7 @@ import tilewright
 SRC = Path(tilewright.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 
-LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "fp8", "fp8_norms"]
+LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"]
 BELOW_OPS = [*LEAVES, "dispatch", "library"]
 READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
 
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "shapes": ["errors"],
     "checks": ["errors"],
     "norms": ["errors", "checks"],
+    "gated": ["errors", "spec", "shapes", "checks"],
     "fp8": ["errors"],
     "fp8_norms": ["errors", "spec", "shapes", "fp8"],
     "quant": ["errors"],
@@ -48,10 +49,10 @@ MAY_IMPORT: dict[str, list[str]] = {
     ],  # a poisoned call makes no plan
     "ops": ["spec"],
     "ops.*.op": [
-        *("errors", "spec", "shapes", "checks", "norms", "fp8", "fp8_norms"),
+        *("errors", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"),
         *("library", "{here}", "{here}.reference"),
     ],
-    "ops.*.reference": ["ops.*.reference", "fp8"],
+    "ops.*.reference": ["ops.*.reference", "fp8", "gated"],
     "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*"],
     "ops.*": [],  # a folder's __init__
     "functional": ["ops.*.op"],

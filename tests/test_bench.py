@@ -105,8 +105,19 @@ HAND_COUNTS = {  # op, phase: elements read, elements written, by reading the ma
     ("rms_norm", "backward"): (2 * BIG + ROW, BIG + ROW),  # gradient, x, weight; dx, dweight
     ("add_rms_norm", "forward"): (2 * BIG + ROW, 2 * BIG),  # x, residual, weight; y, sum
     ("add_rms_norm", "backward"): (3 * BIG + ROW, BIG + ROW),  # two gradients, sum, weight
+    ("rms_norm_swiglu", "forward"): (2 * BIG + ROW, BIG),  # x, gate, weight; y
+    # gradient, x, gate, weight; dx, dgate, dweight
+    ("rms_norm_swiglu", "backward"): (3 * BIG + ROW, 2 * BIG + ROW),
     ("softmax", "forward"): (BIG, BIG),
     ("softmax", "backward"): (2 * BIG, BIG),  # gradient and output; gradient
+    ("swiglu", "forward"): (2 * BIG, BIG),  # gate, up; their product
+    ("swiglu", "backward"): (3 * BIG, 2 * BIG),  # gradient, gate, up; dgate, dup
+    ("swiglu_packed", "forward"): (BIG, BIG // 2),  # gate and up in one
+    ("swiglu_packed", "backward"): (BIG // 2 + BIG, BIG),
+    ("geglu", "forward"): (2 * BIG, BIG),
+    ("geglu", "backward"): (3 * BIG, 2 * BIG),
+    ("geglu_packed", "forward"): (BIG, BIG // 2),
+    ("geglu_packed", "backward"): (BIG // 2 + BIG, BIG),
 }
 # whatever the input's dtype: q, and a float32 scale for each row
 BYTES_WRITTEN = dict.fromkeys(("layer_norm_fp8", "rms_norm_fp8"), BIG + 4 * N)

@@ -80,6 +80,11 @@ FORWARD["layer_norm"] = {
     "no bias": {"bias": False},
     "mixed": {"weight_dtype": torch.float32},
 }
+FORWARD["rms_norm_swiglu"] = {
+    "": {},
+    "no weight": {"weight": False},
+    "mixed": {"weight_dtype": torch.float32},
+}
 FORWARD["rms_norm_fp8"] = {
     "": {},
     "no weight": {"weight": False},
@@ -97,9 +102,24 @@ FORWARD["layer_norm_fp8"] = {
     "group": {"scaling": "group"},
     "tensor": {"scaling": "tensor"},
 }
+FORWARD["swiglu"] = {"": {}, "chunks": {"chunks": True}}
+FORWARD["swiglu_packed"] = {"": {}}
+FORWARD["geglu"] = {"": {}, "erf": {"approximate": "none"}}
+FORWARD["geglu_packed"] = {"": {}, "erf": {"approximate": "none"}}
+
+
+def _gated_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
+    more = (flags.get("approximate", "tanh"),) if name.startswith("geglu") else ()
+    if name.endswith("_packed"):  # every other row length is made even
+        return x[..., : x.shape[-1] // 2 * 2], "gate_up", *more
+    if flags.get("chunks"):
+        return *_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype).chunk(2, -1), *more
+    return x, torch.empty_like(x, memory_format=torch.contiguous_format), *more
 
 
 def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
+    if name in ("swiglu", "swiglu_packed", "geglu", "geglu_packed"):
+        return _gated_args(name, x, flags)
     if name in ("relu", "relu_"):
         return (x,)
     if name == "softmax":
@@ -110,6 +130,8 @@ def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
     weight = packed if flags.get("weight", True) else None
     bias = packed if flags.get("bias", True) else None
     options = flags.get("format", "e4m3"), flags.get("scaling", "row")
+    if name == "rms_norm_swiglu":
+        return x, torch.empty_like(x), weight, 1e-6
     if name == "layer_norm":
         return x, weight, bias, 1e-5
     if name == "layer_norm_fp8":
@@ -129,7 +151,7 @@ def _op(name: str) -> Op:
 def _backward_args(op: Op, args: Args, like: torch.Tensor) -> Args:
     """As autograd calls it, with an incoming gradient of the input's own strange layout."""
     outputs = as_tuple(op.outputs(*args))
-    grads = tuple(like if o.dtype == like.dtype else o for o in outputs)
+    grads = tuple(like[..., : o.shape[-1]] if o.dtype == like.dtype else o for o in outputs)
     return op.backward_call(args, outputs, grads)
 
 

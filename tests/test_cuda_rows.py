@@ -14,6 +14,8 @@ from tilewright.ops.layer_norm import cuda_backward_impl as layer_norm_backward
 from tilewright.ops.layer_norm import cuda_impl as layer_norm
 from tilewright.ops.rms_norm import cuda_backward_impl as rms_norm_backward
 from tilewright.ops.rms_norm import cuda_impl as rms_norm
+from tilewright.ops.rms_norm_swiglu import cuda_backward_impl as rms_norm_swiglu_backward
+from tilewright.ops.rms_norm_swiglu import cuda_impl as rms_norm_swiglu
 from tilewright.ops.softmax import cuda_impl as softmax
 from tilewright.toolkit import cuda_rows, nvrtc
 from tilewright.verify.checks import GROUPS
@@ -36,6 +38,8 @@ def launches(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Launch | None]:
         "rms_norm_backward": rms_norm_backward.launch(n, vec, gpu),
         "add_rms_norm_backward": rms_norm_backward.launch(n, vec, gpu, operands=3),
         "layer_norm_backward": layer_norm_backward.launch(n, vec, gpu),
+        "rms_norm_swiglu": rms_norm_swiglu.launch(n, vec, gpu),
+        "rms_norm_swiglu_backward": rms_norm_swiglu_backward.launch(n, vec, gpu),
     }
 
 
@@ -69,7 +73,7 @@ def test_a_gpu_runs_every_binary_of_an_h200(vec: int) -> None:
             (plan.owner, wide) if wide else (plan.owner, plan.packs, plan.compiled_for)
         )
 
-    for op in ("rms_norm", "add_rms_norm", "layer_norm", "softmax"):
+    for op in ("rms_norm", "add_rms_norm", "rms_norm_swiglu", "layer_norm", "softmax"):
         taken = {c.dims["shape"][-1] for c in registry()[op].cases if c.group in GROUPS["cuda"]}
         run = {b for n in taken if n % vec == 0 for b in binaries(op, n).items()}
         for n in range(vec, 262_145, vec * 4):
@@ -78,8 +82,10 @@ def test_a_gpu_runs_every_binary_of_an_h200(vec: int) -> None:
 
 
 OPERANDS = {"add_rms_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 3,
+            "rms_norm_swiglu": 2, "rms_norm_swiglu_backward": 3,
             "layer_norm_backward": 2}  # fmt: skip
 VALUES = {"layer_norm": 2, "rms_norm_backward": 2, "add_rms_norm_backward": 2,
+          "rms_norm_swiglu_backward": 2,
           "layer_norm_backward": 4}  # fmt: skip
 
 
@@ -196,7 +202,7 @@ def test_a_block_that_has_one_row_gets_a_grid_of_all() -> None:
                     assert once or choice.plan.owner != "BLOCK" or not choice.stages, (name, n)
                 if once:
                     one_row.add(name)
-    assert one_row == {"rms_norm", "add_rms_norm", "layer_norm"}
+    assert one_row == {"rms_norm", "add_rms_norm", "rms_norm_swiglu", "layer_norm"}
 
 
 def test_teams_leave_hardly_a_thread_idle() -> None:

@@ -66,7 +66,7 @@ def test_on_a_cpu_every_kernel_is_refused_with_a_reason_and_torch_serves(name: s
     others = [b.name for b in op.backends if b.name != "torch"]
     assert [name for name, _ in choice.refused] == others
     for _, reason in choice.refused:
-        assert "input is on cpu" in reason
+        assert f"{op.layout_argument} is on cpu" in reason
         assert "CUDA devices" in reason
 
 

@@ -50,6 +50,8 @@ PUBLIC: dict[str, Public] = {
     "rms_norm": lambda x: tilewright.rms_norm(x, N),
     "add_rms_norm": lambda x: tilewright.rms_norm(x, N, residual=x * 2)[0],
     "layer_norm": lambda x: tilewright.layer_norm(x, N),
+    "swiglu": lambda x: tilewright.swiglu(x, x * 2),
+    "geglu_packed": tilewright.geglu_packed,
 }
 public = pytest.mark.parametrize("name", PUBLIC)
 
@@ -137,10 +139,20 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "rms_norm": (x(True), weight.requires_grad_(), 1e-6, 0.0, "torch"),
         "add_rms_norm": (x(True), x(True), weight.requires_grad_(), 1e-6, 0.0, "torch"),
         "rms_norm_backward": (x(), x(), x(), weight.detach(), 1e-6, 0.0, True),
+        "rms_norm_swiglu": (x(True), x(True), weight.requires_grad_(), 1e-6),
+        "rms_norm_swiglu_backward": (x(), x(), x(), weight.detach(), 1e-6, True),
         "layer_norm": (x(True), weight.requires_grad_(), weight.requires_grad_(), 1e-5),
         "layer_norm_backward": (x(), x(), weight.detach(), weight.detach(), 1e-5, True, True),
         "layer_norm_fp8": (x(), weight.detach(), weight.detach(), 1e-5, "e4m3", "group"),
         "rms_norm_fp8": (x(), weight.detach(), 1e-6, 0.0, "e4m3", "row"),
+        "swiglu": (x(True), x(True)),
+        "swiglu_backward": (x(), x(), x()),
+        "swiglu_packed": (x(True), "gate_up"),
+        "swiglu_packed_backward": (x()[..., ::2], x(), "up_gate"),
+        "geglu": (x(True), x(True), "tanh"),
+        "geglu_backward": (x(), x(), x(), "none"),
+        "geglu_packed": (x(True), "up_gate", "none"),
+        "geglu_packed_backward": (x()[..., ::2], x(), "gate_up", "tanh"),
     }
     return calls[op]
 
@@ -181,7 +193,11 @@ def test_opcheck_of_options(op: str, args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["relu_backward", "softmax_backward", "rms_norm_backward", "layer_norm_backward"]
+    "op",
+    [
+        *("relu_backward", "softmax_backward", "rms_norm_backward", "layer_norm_backward"),
+        *("swiglu_backward", "geglu_backward"),
+    ],
 )
 @pytest.mark.parametrize("grad_layout", ["transposed", "column slice", "expanded"])
 def test_backward_outputs_are_laid_out_as_declared_whatever_the_gradient_is(
@@ -235,6 +251,11 @@ COMPILED: dict[str, Callable[[torch.Tensor], Any]] = {
     "layer_norm": lambda x: tilewright.layer_norm(x, N, WEIGHT, BIAS),
     "layer_norm no weight": lambda x: tilewright.layer_norm(x, [N], bias=BIAS),
     "layer_norm two dims": lambda x: tilewright.layer_norm(x, x.shape[-2:]),
+    "swiglu": lambda x: tilewright.swiglu(x, x * 2),
+    "swiglu of chunks": lambda x: tilewright.swiglu(*x.chunk(2, -1)),
+    "swiglu_packed": tilewright.swiglu_packed,
+    "geglu": lambda x: tilewright.geglu(x, x * 2, "none"),
+    "geglu_packed": lambda x: tilewright.geglu_packed(x, "up_gate"),
 }
 
 
@@ -417,6 +438,8 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
         lambda x, w: tilewright.rms_norm(x, N, w, residual=x),
         ((5, N), (N,)),
     ),
+    "rms_norm_swiglu": (tilewright.rms_norm_swiglu, ((5, N), (5, N), (N,))),
+    "rms_norm_swiglu no weight": (tilewright.rms_norm_swiglu, ((5, N), (5, N))),
     "layer_norm": (
         lambda x, w, b: tilewright.layer_norm(x, N, w, b),
         ((5, N), (N,), (N,)),
@@ -427,6 +450,13 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
         lambda x, w, b: tilewright.layer_norm(x, (3, 4), w, b),
         ((2, 3, 4), (3, 4), (3, 4)),
     ),
+    "swiglu": (tilewright.swiglu, ((5, N), (5, N))),
+    "swiglu_packed": (tilewright.swiglu_packed, ((5, N),)),
+    "swiglu_packed up_gate": (lambda x: tilewright.swiglu_packed(x, "up_gate"), ((5, N),)),
+    "geglu": (tilewright.geglu, ((5, N), (5, N))),
+    "geglu erf": (lambda x, u: tilewright.geglu(x, u, "none"), ((5, N), (5, N))),
+    "geglu_packed": (tilewright.geglu_packed, ((5, N),)),
+    "geglu_packed erf": (lambda x: tilewright.geglu_packed(x, "up_gate", "none"), ((5, N),)),
 }
 
 
@@ -541,7 +571,10 @@ def test_checkpointing_gives_the_same_gradient(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("relu", 1), ("softmax", 1), ("rms_norm", 2), ("add_rms_norm", 2), ("layer_norm", 3)],
+    [
+        *(("relu", 1), ("softmax", 1), ("rms_norm", 2), ("add_rms_norm", 2), ("layer_norm", 3)),
+        *(("swiglu", 2), ("geglu_packed", 1)),
+    ],
 )
 def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str) -> None:
     x, w = leaf(5, N), leaf(N)
@@ -551,6 +584,8 @@ def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str)
         "rms_norm": lambda: tilewright.rms_norm(x, N, w),
         "add_rms_norm": lambda: tilewright.rms_norm(x, N, w, residual=x.detach()),
         "layer_norm": lambda: tilewright.layer_norm(x, N, w, w.detach()),
+        "swiglu": lambda: tilewright.swiglu(x, x.detach()),
+        "geglu_packed": lambda: tilewright.geglu_packed(x),
     }
     calls[name]()
     saved = []
@@ -780,6 +815,8 @@ TORCHS: dict[str, Public] = {
     "rms_norm": lambda x: F.rms_norm(x, (N,)),
     "add_rms_norm": lambda x: F.rms_norm(3 * x, (N,)),
     "layer_norm": lambda x: F.layer_norm(x, (N,)),
+    "swiglu": lambda x: F.silu(x) * x * 2,
+    "geglu_packed": lambda x: F.gelu(x[..., : N // 2], approximate="tanh") * x[..., N // 2 :],
 }
 
 

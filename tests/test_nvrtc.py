@@ -29,6 +29,8 @@ from tilewright.ops.layer_norm import cuda_backward_impl as layer_norm_backward
 from tilewright.ops.layer_norm import cuda_impl as layer_norm
 from tilewright.ops.rms_norm import cuda_backward_impl as rms_norm_backward
 from tilewright.ops.rms_norm import cuda_impl as rms_norm
+from tilewright.ops.rms_norm_swiglu import cuda_backward_impl as rms_norm_swiglu_backward
+from tilewright.ops.rms_norm_swiglu import cuda_impl as rms_norm_swiglu
 from tilewright.ops.softmax import cuda_impl as softmax
 from tilewright.toolkit import cubin_cache, cuda_launch, nvrtc, recording
 
@@ -241,6 +243,10 @@ def requests_of(dtype: torch.dtype, gpu: Any) -> dict[str, recording.Request]:
                 rms_norm.prepare_add(gpu, x, x, w, 1e-6, 1.0, "llama")
             if not rms_norm_backward.refuses(gpu, x, x, x, w):
                 rms_norm_backward.prepare(gpu, x, x, x, w, 1e-6, 0.0, True)
+            if not rms_norm_swiglu.refuses(gpu, x, x, w):
+                rms_norm_swiglu.prepare(gpu, x, x, w, 1e-6)
+            if not rms_norm_swiglu_backward.refuses(gpu, x, x, x, w):
+                rms_norm_swiglu_backward.prepare(gpu, x, x, x, w, 1e-6, True)
             if not layer_norm.refuses(gpu, x, w, w):
                 layer_norm.prepare(gpu, x, w, w, 1e-6)
             if not layer_norm_backward.refuses(gpu, x, x, w):
@@ -286,6 +292,9 @@ def test_shapes_reach_few_kernels(dtype: torch.dtype) -> None:
     for prefix in (
         *groups,
         "layer_norm_rows",
+        "rms_norm_swiglu_rows",
+        "rms_norm_swiglu_wide",
+        "rms_norm_swiglu_backward",
         "layer_norm_wide",
         "layer_norm_backward",
         "softmax_backward",
@@ -314,6 +323,9 @@ def test_empty_inputs_need_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert total.shape == shape
         dx, dw = rms_norm_backward.prepare(gpu, x, None, x, w, 1e-6, 0.0, True)(x, None, x, w)
         assert dx.shape == shape and torch.equal(dw, torch.zeros(shape[-1]))
+        assert rms_norm_swiglu.prepare(gpu, x, x, w, 1e-6)(x, x, w).shape == shape
+        dx, dg, dw = rms_norm_swiglu_backward.prepare(gpu, x, x, x, w, 1e-6, True)(x, x, x, w)
+        assert dx.shape == dg.shape == shape and torch.equal(dw, torch.zeros(shape[-1]))
         assert softmax.prepare_v1(gpu, x, 1, torch.float32)(x).shape == shape
         assert softmax.prepare_backward(gpu, x, x, 1, torch.float32)(x, x).shape == shape
         assert layer_norm.prepare(gpu, x, w, None, 1e-6)(x, w, None).shape == shape
@@ -353,12 +365,17 @@ def test_everything_that_changes_the_code_changes_the_key(
     keys.append(nvrtc.cache_key(source, "k", 90, (("max_register_count", 32),)))
     monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.4")
     keys.append(nvrtc.cache_key(source, "k", 90))
-    include = tmp_path / "include"
-    (include / "tilewright").mkdir(parents=True)
-    (include / "tilewright" / "new.cuh").write_text("// another header\n")
-    monkeypatch.setattr(nvrtc, "INCLUDE", include)
-    keys.append(nvrtc.cache_key(nvrtc.Source(source.package_file), "k", 90))
+    including = write_source(tmp_path, '#include "tilewright/a.cuh"\n' + TINY, "including.cu")
+    include = tmp_path / "include" / "tilewright"
+    include.mkdir(parents=True)
+    monkeypatch.setattr(nvrtc, "INCLUDE", include.parent)
+    (include / "a.cuh").write_text('#include "tilewright/b.cuh"\n')
+    for text in ("// a header of a header", "// another"):
+        (include / "b.cuh").write_text(text)
+        keys.append(nvrtc.cache_key(nvrtc.Source(including.package_file), "k", 90))
     assert len({cubin_cache.file_name(key) for key in keys}) == len(keys)
+    (include / "c.cuh").write_text("// nobody includes it")
+    assert nvrtc.cache_key(nvrtc.Source(including.package_file), "k", 90) == keys[-1]
 
 
 def edit_header(blob: bytes) -> bytes:

@@ -1,15 +1,20 @@
 """tilewright: GPU kernels for transformer models, checked against float64, measured honestly."""
 
 from tilewright import functional
+from tilewright.debugging import debug
 from tilewright.dispatch import use_backend
 from tilewright.errors import DTypeError, InputError, TilewrightError, UnsupportedError
 from tilewright.explain import explain
+from tilewright.ops.geglu.op import geglu, geglu_packed
 from tilewright.ops.layer_norm.op import layer_norm
 from tilewright.ops.layer_norm_fp8.op import layer_norm_fp8
 from tilewright.ops.relu.op import relu
 from tilewright.ops.rms_norm.op import rms_norm
 from tilewright.ops.rms_norm_fp8.op import rms_norm_fp8
+from tilewright.ops.rms_norm_swiglu.op import rms_norm_swiglu
+from tilewright.ops.rope.op import rope
 from tilewright.ops.softmax.op import softmax
+from tilewright.ops.swiglu.op import swiglu, swiglu_packed
 
 __version__ = "0.1.0"
 
@@ -19,13 +24,20 @@ __all__ = [
     "TilewrightError",
     "UnsupportedError",
     "__version__",
+    "debug",
     "explain",
     "functional",
+    "geglu",
+    "geglu_packed",
     "layer_norm",
     "layer_norm_fp8",
     "relu",
     "rms_norm",
     "rms_norm_fp8",
+    "rms_norm_swiglu",
+    "rope",
     "softmax",
+    "swiglu",
+    "swiglu_packed",
     "use_backend",
 ]

@@ -131,5 +131,60 @@ def no_overlap(op: str, name: str, value: torch.Tensor) -> None:
         reach += (size - 1) * stride
 
 
+def writable(op: str, name: str, value: torch.Tensor) -> None:
+    """For writing in place where autograd is not told how: nothing may need a gradient."""
+    fix = f"Pass inplace=False, or {name}.detach()."
+    if torch.is_grad_enabled() and value.requires_grad:
+        wants = "need no gradient to be written in place"
+        raise InputError(sentence(op, name, "requires grad", wants, fix))
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        wants = "be an ordinary one to be written in place here"
+        fix = f"Pass inplace=False, or {name}.clone()."
+        raise InputError(sentence(op, name, "is an inference tensor", wants, fix))
+
+
+def apart(op: str, name: str, value: torch.Tensor, other: str, there: torch.Tensor) -> None:
+    """For writing two tensors in place: their elements may lie among each other, never on."""
+    if value.device.type == "meta" or not (value.numel() and there.numel()):
+        return
+    if value.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
+        return
+    first, second = sorted((value, there), key=lambda t: t.storage_offset())
+    distance = second.storage_offset() - first.storage_offset()
+    if distance >= _extent(first) or _in_one_period(first, second, distance):
+        return
+    raise InputError(
+        sentence(
+            op,
+            name,
+            f"shares memory with {other}",
+            f"have no element in common with {other} to be written in place",
+            f"Pass inplace=False, or {name}.clone().",
+        )
+    )
+
+
+def _extent(value: torch.Tensor, below: float = float("inf")) -> int:
+    """Elements from the first to the last, along the strides that are below a limit."""
+    dims = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in dims if stride < below)
+
+
+def _in_one_period(first: torch.Tensor, second: torch.Tensor, distance: int) -> bool:
+    """Parts of one fused tensor: both repeat with the same period, and fit into it side by side."""
+    periods = [t.stride(i) for t in (first, second) for i in range(t.dim()) if t.shape[i] > 1]
+    for period in sorted(set(periods)):
+        steps = [
+            {stride for stride, size in zip(t.stride(), t.shape, strict=True)
+             if size > 1 and stride >= period}
+            for t in (first, second)
+        ]  # fmt: skip
+        side_by_side = _extent(first, period) <= distance
+        side_by_side = side_by_side and distance + _extent(second, period) <= period
+        if side_by_side and all(stride % period == 0 for each in steps for stride in each):
+            return True
+    return False
+
+
 def _dtype(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")

@@ -84,7 +84,7 @@ def register(op: Op) -> Callable[..., Any]:
     operator = getattr(getattr(torch.ops, op.namespace), op.name).default
     plans: dict[Any, Plan] = {}
     evicting = Lock()
-    tensors, mutates = op.tensor_count, "!" in signature
+    tensors, mutates = op.tensor_count, signature.count("!")  # its first arguments, so many
 
     def kernel(*args: Any) -> Any:
         """The CPU and CUDA kernel: find or make the plan, run it."""
@@ -147,7 +147,7 @@ def register(op: Op) -> Callable[..., Any]:
             return function.apply(below, *plain_args[:tensors], (*plain_args[tensors:], backend))
         result = below(*plain_args, backend)
         if mutates:
-            _bump_versions(plain_args[:tensors])
+            _bump_versions(plain_args[:mutates])
         return result
 
     LIBRARY.impl(op.name, kernel, "CUDA")
@@ -465,9 +465,8 @@ def _autograd_function(
                 f"{op.name}: double backward is not implemented. "
                 "Differentiate twice through torch's own function."
             )
-        if many_outputs and grads[0] is None:
-            shape, dtype, device = ctx.like[0]
-            grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+        if many_outputs and None in grads:
+            grads = tuple(map(_or_zeros, grads, ctx.like, rule.op.optional))
         dtype, (*rest, wanted) = fixed or ctx.rest
         needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[1:], strict=False))
         saved = rule.saved(ctx.saved_tensors, dtype, tuple(rest), needs)
@@ -489,6 +488,14 @@ def _autograd_function(
         "jvp": staticmethod(jvp),
     }
     return type(f"{op.name}_autograd", (torch.autograd.Function,), body)
+
+
+def _or_zeros(grad: torch.Tensor | None, like: Args, optional: bool) -> torch.Tensor | None:
+    """The gradient of a result that nobody used: none, if the backward knows what to do with it."""
+    if grad is not None or optional:
+        return grad
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def register_with_backward(op: Op) -> Callable[..., Any]:

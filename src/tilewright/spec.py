@@ -157,6 +157,7 @@ class Op:
     bit_inputs: Callable[[str], Iterator[tuple[str, Args]]] | None = None
     """(device) -> named calls that must give the bits of the reference in its own dtype."""
     layout_argument: str = "input"  # the argument that verify gives hostile layouts
+    ranks: tuple[int, ...] = ()  # the numbers of dims it may have; none: any
     variants: tuple[Mapping[str, Any], ...] = ({},)  # dims beside the shape that change the kernel
     rounds_as_reference: bool = False  # verify holds the kernel to the reference's own roundings
     errors: tuple[BadInput, ...] = ()
@@ -177,6 +178,13 @@ class Op:
         """How many tensors the arguments begin with; the others follow them."""
         inside = self.schema[self.schema.index("(") + 1 : self.schema.index(") ->")]
         return sum(part.strip().startswith("Tensor") for part in inside.split(","))
+
+    @property
+    def optional(self) -> tuple[bool, ...]:
+        """For each tensor among the arguments, whether it may be None."""
+        inside = self.schema[self.schema.index("(") + 1 : self.schema.index(") ->")]
+        kinds = (part.split()[0] for part in inside.split(","))
+        return tuple(kind == "Tensor?" for kind in kinds if kind.startswith("Tensor"))
 
     def backward_call(self, args: Args, outputs: Args, grads: Args, needs: Any = None) -> Args:
         """The arguments that autograd would hand to the backward; all gradients by default."""

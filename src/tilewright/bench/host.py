@@ -23,6 +23,7 @@ from tilewright import doctor
 from tilewright.bench import timing
 
 ROWS, COLUMNS, EPS = 128, 1024, 1e-6
+HEAD_DIM = 128
 BURST = 25  # calls between two synchronisations
 
 Contenders = dict[str, Callable[[], Any]]
@@ -32,6 +33,13 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
     """Per op: torch's own first, then our backends."""
     x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype).requires_grad_(grad)
     w, b = (torch.randn(COLUMNS, device=device, dtype=dtype).requires_grad_(grad) for _ in "wb")
+    gate = torch.randn_like(x).requires_grad_(grad)
+    q, k = (
+        torch.randn(ROWS, heads, HEAD_DIM, device=device, dtype=dtype).requires_grad_(grad)
+        for heads in (COLUMNS // HEAD_DIM, COLUMNS // HEAD_DIM // 4)
+    )
+    cos, sin = (torch.randn(ROWS, 1, HEAD_DIM, device=device, dtype=dtype) for _ in "cs")
+    tables = cos[:, 0], sin[:, 0]
     shape = (COLUMNS,)
     turns = cycle((x, x[1:]))
     ours = tilewright
@@ -57,7 +65,29 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
             "torch": lambda: F.layer_norm(x, shape, w, b, EPS),
             "automatic": lambda: ours.layer_norm(x, shape, w, b, EPS),
         },
+        "swiglu": {
+            "torch": lambda: F.silu(x) * gate,
+            "automatic": lambda: ours.swiglu(x, gate),
+        },
+        "geglu": {
+            "torch": lambda: F.gelu(x, approximate="tanh") * gate,
+            "automatic": lambda: ours.geglu(x, gate),
+        },
+        "rms_norm_swiglu": {
+            "torch": lambda: F.rms_norm(x, shape, w, EPS) * F.silu(gate),
+            "automatic": lambda: ours.rms_norm_swiglu(x, gate, w, EPS),
+        },
+        "rope": {
+            "torch": lambda: [t * cos + _half_turned(t) * sin for t in (q, k)],
+            "automatic": lambda: ours.rope(q, k, *tables, layout="thd"),
+        },
     }
+
+
+def _half_turned(x: torch.Tensor) -> torch.Tensor:
+    """As the models of transformers write it."""
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 def measure(calls: Contenders, count: int, wait: Callable[[], None]) -> dict[str, dict[str, float]]:

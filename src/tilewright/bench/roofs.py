@@ -25,7 +25,8 @@ from tilewright.bench.timing import Call, Clock, stats
 from tilewright.gpu import Gpu, detect
 from tilewright.spec import Cost, Traffic
 
-MIXES = {"read": (1, 0), "2:1": (2, 1), "1:1": (1, 1), "1:2": (1, 2)}  # tiles read, written
+# tiles read, written
+MIXES = {"read": (1, 0), "2:1": (2, 1), "3:2": (3, 2), "1:1": (1, 1), "1:2": (1, 2)}
 EMPTY = "empty launch"
 SURVEY_BYTES = 2**30
 SURVEY_ROUNDS = 30

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tilewright.gpu import Gpu
 
 INCLUDE = Path(__file__).parent / "include"
+INCLUDED = re.compile(r'^#include "tilewright/(\w+\.cuh)"', re.M)
 STANDARD = "c++17"
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_THREADS = 1024
@@ -47,7 +48,7 @@ Flags = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A `.cu` file; its text and the texts of all our headers decide `digest`."""
+    """A `.cu` file; its text and the texts of the headers it includes decide `digest`."""
 
     package_file: Path
 
@@ -62,8 +63,16 @@ class Source:
 
     @cached_property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        found = sorted(INCLUDE.glob("tilewright/*.cuh"))
-        return tuple((path.name, path.read_text(encoding="utf-8")) for path in found)
+        """Of ours, those that are included, by it or by one another: name and text."""
+        found: dict[str, str] = {}
+        left = INCLUDED.findall(self.text)
+        while left:
+            name = left.pop()
+            path = INCLUDE / "tilewright" / name
+            if name not in found and path.exists():  # what is missing the compiler will name
+                found[name] = path.read_text(encoding="utf-8")
+                left += INCLUDED.findall(found[name])
+        return tuple(sorted(found.items()))
 
     @cached_property
     def digest(self) -> str:
@@ -156,6 +165,7 @@ def _run_nvrtc(source: Source, kernel: str, sm: int, flags: Flags) -> Compiled:
         std=STANDARD,
         include_path=[str(INCLUDE)],
         ptxas_options=["-v"],
+        no_cache=True,  # NVRTC's own: what it finds there comes without a word of ptxas
         **dict(flags),
     )
     logs = io.StringIO()

@@ -57,6 +57,13 @@ def rows_of(shape: Sequence[int], strides: Sequence[int]) -> Rows | None:
     return Rows(count, n, inner_size, outer, inner)
 
 
+def levels(*views: Rows) -> int:
+    """How much arithmetic finds a row: none if there is one, a product, or a division too."""
+    if views[0].count == 1:
+        return 0
+    return 1 if all(view.inner == 1 for view in views) else 2
+
+
 def contiguous_rows(shape: Sequence[int]) -> Rows:
     n = shape[-1]
     return Rows(math.prod(shape[:-1]), n, 1, n, 0)

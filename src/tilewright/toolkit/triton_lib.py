@@ -19,6 +19,36 @@ def row_start(row, inner, outer_stride, inner_stride, VEC: tl.constexpr):
 
 
 @triton.jit
+def tile_position(
+    row_count, n, column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
+):
+    """(rows, columns, which of them exist) of a program of an elementwise kernel.
+
+    A long row takes `column_blocks` programs. LEVELS: how much arithmetic finds a row; none if
+    there is but one, a product, or a division too (`toolkit.rows.levels`).
+    """
+    block = tl.program_id(0)
+    if LEVELS == 0:
+        row = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+        column = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    else:
+        row = (block // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = (block % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < row_count) & (column < n)
+
+
+@triton.jit
+def start_of(row, inner, outer, step, VEC: tl.constexpr, LEVELS: tl.constexpr):
+    """`row_start`, with no more arithmetic than it takes."""
+    if LEVELS == 2:
+        return row_start(row, inner, outer, step, VEC)
+    elif LEVELS == 1:
+        return row.to(tl.int64) * outer * VEC
+    else:
+        return row.to(tl.int64) * 0
+
+
+@triton.jit
 def mean_of(total, n):
     """total / n, rounded to nearest: the plain quotient may be off by two ulps on a GPU."""
     return tl.div_rn(total, tl.zeros_like(total) + n)

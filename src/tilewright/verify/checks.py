@@ -18,7 +18,7 @@ import torch
 from tilewright import dispatch
 from tilewright.errors import UnsupportedError
 from tilewright.library import call
-from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
+from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
 from tilewright.toolkit import memory
 from tilewright.verify import compare, layouts
 from tilewright.verify import offsets as sparse_offsets
@@ -131,7 +131,9 @@ def _draw(c: Context, seed: int) -> tuple[Any, torch.dtype, Args]:
 
 
 def _relaid(a: Any, rng: random.Random) -> Any:
-    if not isinstance(a, torch.Tensor) or a.dim() < 2 or rng.random() < 0.4:
+    if not isinstance(a, torch.Tensor) or a.dim() < 2 or not a.is_floating_point():
+        return a
+    if rng.random() < 0.4:
         return a
     return layouts.LAYOUTS[rng.choice(layouts.SAME_VALUES)](a)
 
@@ -188,7 +190,7 @@ BASE = (3, 2, 128)  # what is laid out: small, with two leading dims and whole 1
 
 def hostile_layouts(c: Context) -> Iterator[Result]:
     """Eight layouts: the bits of the contiguous path of the same alignment class, and right."""
-    for variant, name, dtype in itertools.product(c.op.variants, layouts.LAYOUTS, FLOATS):
+    for variant, name, dtype in itertools.product(c.op.variants, layouts_of(c.op), FLOATS):
         args, twins = _laid_out(c, variant, layouts.LAYOUTS[name], dtype)
         if not c.serves(args):
             continue
@@ -205,6 +207,12 @@ def hostile_layouts(c: Context) -> Iterator[Result]:
             plain = compare.random_like(as_tuple(c.op.outputs(*twins)), c.seed)
             verdict, _ = judge("backward", twins, [layouts.LAYOUTS[name](g) for g in plain])
             yield c.result("layouts", f"{case}, gradient", dtype, "backward", verdict)
+
+
+def layouts_of(op: Op) -> list[str]:
+    """The layouts whose number of dims the op takes."""
+    base = torch.empty(BASE)
+    return [n for n, lay in layouts.LAYOUTS.items() if not op.ranks or lay(base).dim() in op.ranks]
 
 
 def _laid_out(
@@ -231,30 +239,39 @@ def in_place(c: Context) -> Iterator[Result]:
     """Written over its input, in every layout without overlap: the bits of the forward, no more."""
     if c.op.in_place is None:
         return
-    for name, dtype in itertools.product(layouts.LAYOUTS, FLOATS):
+    for name, dtype in itertools.product(layouts_of(c.op), FLOATS):
         if name == "expanded":
             continue
-        (x, *others) = c.inputs({"shape": BASE}, dtype, c.seed)
-        laid = layouts.LAYOUTS[name](x)
-        geometry = (laid.shape, laid.stride(), laid.storage_offset())
-        values = torch.empty(0, dtype=dtype, device=c.device).set_(laid.untyped_storage())
-        behind = values.new_full((BEHIND,), -1.0)  # what reaches past the end must show there
-        room = torch.cat((values, behind))
-        room[room.isnan()] = -1.0  # what lies around the view must stay, and a NaN would anyway
-        target = room.as_strided(*geometry)
-        start = room.clone()
-        wanted_room = room.clone()
+        args, _ = _laid_out(c, {}, layouts.LAYOUTS[name], dtype)
+        count = len(as_tuple(c.op.outputs(*on_meta(args))))  # its first arguments are written
+        rooms, targets = zip(*map(_in_a_room, args[:count]), strict=True)
+        starts = [room.clone() for room in rooms]
         with torch.no_grad():
             with memory.guarded() as guard:
-                (wanted,) = as_tuple(call(c.op, (target.clone(), *others), c.backend))
-            wanted_room.as_strided(*geometry).copy_(wanted)
+                copies = [target.clone() for target in targets]
+                wanted = as_tuple(call(c.op, (*copies, *args[count:]), c.backend))
             verdict = Verdict(message="; ".join(guard.faults()))
+            wanted_rooms = [start.clone() for start in starts]
+            for room, target, values in zip(wanted_rooms, targets, wanted, strict=True):
+                geometry = (target.shape, target.stride(), target.storage_offset())
+                room.as_strided(*geometry).copy_(values)
             for _ in range(3):  # the dispatcher's way, the short way, and once more
-                room.copy_(start)
-                call(c.op.in_place, (target, *others), c.backend)
-                if not compare.same_bits((room,), (wanted_room,)):
+                for room, start in zip(rooms, starts, strict=True):
+                    room.copy_(start)
+                call(c.op.in_place, (*targets, *args[count:]), c.backend)
+                if not compare.same_bits(rooms, wanted_rooms):
                     verdict = Verdict(message="not the bits of the forward, or more than those")
         yield c.result("in place", name, dtype, "forward", verdict)
+
+
+def _in_a_room(laid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All the memory that a tensor is a view of, and some behind it; and the view."""
+    geometry = (laid.shape, laid.stride(), laid.storage_offset())
+    values = laid.new_empty(0).set_(laid.untyped_storage())
+    behind = values.new_full((BEHIND,), -1.0)  # what reaches past the end must show there
+    room = torch.cat((values, behind))
+    room[room.isnan()] = -1.0  # what lies around the view must stay, and a NaN would anyway
+    return room, room.as_strided(*geometry)
 
 
 def empty(c: Context) -> Iterator[Result]:
@@ -276,7 +293,7 @@ def nan(c: Context) -> Iterator[Result]:
         if not c.serves(args):
             continue
         x = args[0].clone()
-        x[2, n // 2] = bad
+        x[2].view(-1)[n // 2] = bad
         verdict, got = compare.forward(c.op, (x, *args[1:]), c.backend, interpreted=c.interpreted)
         with torch.no_grad():
             clean = as_tuple(call(c.op, args, c.backend))
@@ -306,12 +323,8 @@ def repeat(c: Context) -> Iterator[Result]:
 def _outputs_and_grads(c: Context, args: Args, upstream: Any = None) -> list[torch.Tensor]:
     if c.op.autograd is None:
         return list(as_tuple(call(c.op, args, c.backend)))
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in args
-    ]
+    leaves, wanted = compare.with_leaves(c.op, args)
     outputs = as_tuple(call(c.op, leaves, c.backend))
-    wanted = [a for a in leaves if isinstance(a, torch.Tensor)]
     upstream = upstream or compare.random_like(outputs, c.seed)
     grads = torch.autograd.grad(outputs, wanted, upstream)
     return [*(o.detach() for o in outputs), *grads]
@@ -406,10 +419,10 @@ def large(c: Context) -> Iterator[Result]:
     n, rows = 4096, 2**31 // 4096 + 3
     small = c.inputs({"shape": (4, n)}, torch.float16, c.seed)
     first = tuple(
-        torch.zeros((rows, n), dtype=a.dtype, device=a.device).index_copy_(
+        torch.zeros((rows, *a.shape[1:]), dtype=a.dtype, device=a.device).index_copy_(
             0, torch.tensor([0, 1, rows - 2, rows - 1], device=a.device), a
         )
-        if isinstance(a, torch.Tensor) and a.dim() == 2
+        if isinstance(a, torch.Tensor) and a.dim() > 1 and len(a) == 4
         else a
         for a in small
     )

@@ -45,7 +45,7 @@ def numbers(*values: torch.Tensor) -> list[float]:
 def in_float64(args: Sequence[Any]) -> list[Any]:
     def wide(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            return a.detach().double()
+            return a.detach().double() if a.is_floating_point() else a
         return torch.float64 if isinstance(a, torch.dtype) else a
 
     return [wide(a) for a in args]
@@ -178,6 +178,14 @@ def gradient_places(op: Op, args: Args) -> list[int]:
     return [i for i, n in enumerate(op.arguments) if n in names and args[i] is not None]
 
 
+def with_leaves(op: Op, args: Args) -> tuple[list[Any], list[torch.Tensor]]:
+    """The arguments, with leaves of a graph for those that get a gradient, and these leaves."""
+    found, places = list(args), gradient_places(op, args)
+    for i in places:
+        found[i] = args[i].detach().requires_grad_()
+    return found, [found[i] for i in places]
+
+
 def backward_truth(
     op: Op, args: Args, grads: Sequence[torch.Tensor], *, interpreted: bool = False
 ) -> list[Truth]:
@@ -252,15 +260,12 @@ def backward(
     op: Op, args: Args, backend: str, seed: int, *, interpreted: bool, grads: Any = None
 ) -> tuple[Verdict, Any]:
     """Gradients through autograd, against float64 autograd of the reference."""
-    places = gradient_places(op, args)
-    leaves = list(args)
-    for i in places:
-        leaves[i] = args[i].detach().requires_grad_()
+    args_with_leaves, leaves = with_leaves(op, args)
     with memory.guarded() as guard:
-        outputs = as_tuple(call(op, leaves, backend))
+        outputs = as_tuple(call(op, args_with_leaves, backend))
         grads = grads or random_like(outputs, seed)
         before = [g.clone() for g in grads]
-        got = torch.autograd.grad(outputs, [leaves[i] for i in places], grads)
+        got = torch.autograd.grad(outputs, leaves, grads)
     faults = guard.faults()
     if faults:
         return Verdict(message=faults[0]), got

@@ -15,7 +15,7 @@ import torch
 from tilewright.library import call
 from tilewright.ops import registry
 from tilewright.spec import as_tuple
-from tilewright.verify.compare import random_like, same_bits
+from tilewright.verify.compare import random_like, same_bits, with_leaves
 
 ROWS, COLUMNS, STRIDE = 130, 64, 2**24
 SECONDS = 600
@@ -23,8 +23,10 @@ SECONDS = 600
 
 def sparse(values: torch.Tensor) -> torch.Tensor:
     """The same rows, STRIDE elements apart."""
-    room = torch.empty((ROWS - 1) * STRIDE + COLUMNS, dtype=values.dtype, device=values.device)
-    return room.as_strided((ROWS, COLUMNS), (STRIDE, 1)).copy_(values)
+    row = values[0]
+    size = (ROWS - 1) * STRIDE + row.numel()
+    room = torch.empty(size, dtype=values.dtype, device=values.device)
+    return room.as_strided(values.shape, (STRIDE, *row.contiguous().stride())).copy_(values)
 
 
 def wrong(name: str, backend: str, device: str, variant: int) -> str:
@@ -66,20 +68,19 @@ def compare(name: str, backend: str, device: str, variant: int) -> str:
     dims = {"shape": (ROWS, COLUMNS), **op.variants[variant]}
     near = tuple(op.inputs(dims, torch.float16, device, rng))
 
-    def is_matrix(a: Any) -> bool:
-        return isinstance(a, torch.Tensor) and a.dim() == 2
+    def has_rows(a: Any) -> bool:
+        return isinstance(a, torch.Tensor) and a.dim() > 1 and len(a) == ROWS
 
-    far = tuple(sparse(a) if is_matrix(a) else a for a in near)
+    far = tuple(sparse(a) if has_rows(a) else a for a in near)
     bits = []
     for args in (near, far):
         if op.autograd is None:
             bits.append(list(as_tuple(call(op, args, backend))))
             continue
-        leaves = [a.requires_grad_() if is_matrix(a) else a for a in args]
-        outputs = as_tuple(call(op, leaves, backend))
+        given, leaves = with_leaves(op, args)
+        outputs = as_tuple(call(op, given, backend))
         grads = random_like(outputs, 1)
         if args is far:
             grads = [sparse(g) for g in grads]
-        matrices = [a for a in leaves if is_matrix(a)]
-        bits.append([*outputs, *torch.autograd.grad(outputs, matrices, grads)])
+        bits.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
     return "" if same_bits(*bits) else "wrong beyond 2^31"

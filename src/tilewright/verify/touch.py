@@ -19,6 +19,7 @@ import itertools
 import math
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
 from tilewright.verify.checks import Context, edge_cases
+from tilewright.verify.compare import with_leaves
 from tilewright.verify.runner import backends_on
 
 
@@ -55,14 +57,20 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
         wanted |= binaries(backward, op.backward_call(args, outputs, outputs), twin)
     if wanted <= seen:
         return 0
-    leaves = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
-    results = as_tuple(call(op, leaves, backend))
-    if op.autograd is not None:
-        tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
-        torch.autograd.grad(results, tensors, [torch.ones_like(r) for r in results])
+    if op.autograd is None:
+        call(op, args, backend)
+    else:
+        given, leaves = with_leaves(op, args)
+        results = as_tuple(call(op, given, backend))
+        torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
     new = len(wanted - seen)
     seen |= wanted
     return new
+
+
+def _misaligned(a: Any) -> Any:
+    is_float = isinstance(a, torch.Tensor) and a.is_floating_point()
+    return layouts.misaligned(a) if is_float else a
 
 
 def size(case: Case) -> int:
@@ -98,7 +106,7 @@ def main(arguments: list[str]) -> int:
         for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
             args = context.inputs(case.dims, dtype, 0)
             if not aligned:
-                args = tuple(layouts.misaligned(a) if torch.is_tensor(a) else a for a in args)
+                args = tuple(map(_misaligned, args))
             if context.serves(args):
                 ran[name, backend] += touch(op, args, backend, seen)
     torch.cuda.synchronize()

@@ -33,6 +33,37 @@ def layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Any:
     return liger_layer_norm(x, weight, bias, eps)
 
 
+def swiglu(gate: Any, up: Any) -> Any:
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    return liger_swiglu(gate, up)
+
+
+def geglu(gate: Any, up: Any, approximate: str) -> Any:
+    from liger_kernel.transformers.functional import liger_geglu
+
+    return liger_geglu(gate, up)
+
+
+def _tanh_only(gate: Any, up: Any, approximate: str) -> str:
+    return "" if approximate == "tanh" else "its gelu is the one with a tanh"
+
+
+def rope(q: Any, k: Any, cos: Any, sin: Any, *_: Any) -> Any:
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    return liger_rotary_pos_emb(q, k, cos.unsqueeze(0), sin.unsqueeze(0))
+
+
+def _dense_halves(q: Any, k: Any, cos: Any, sin: Any, ids: Any, style: str, *rest: Any) -> str:
+    rotary_dim, layout = rest
+    if style != "halves" or ids is not None or cos.dim() != 2 or cos.shape[-1] != rotary_dim:
+        return "it takes halves, a table as wide as they are, and no positions"
+    if layout != "bhsd" or not (q.is_contiguous() and k.is_contiguous()):
+        return "where the heads of a token are neighbours it writes its result over q and k"
+    return ""
+
+
 def _no_weight(x: Any, weight: Any, *_: Any) -> str:
     return "" if weight is not None else "its kernel needs a weight"
 
@@ -51,11 +82,16 @@ CALLS = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "softmax": softmax,
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "rope": rope,
 }
 REFUSES = {
     "layer_norm": _no_weight_or_bias,
     "rms_norm": _no_weight,
     "add_rms_norm": _no_weight_add,
     "softmax": last_dim_only,
+    "geglu": _tanh_only,
+    "rope": _dense_halves,
 }
 BINDS: tuple[str, ...] = ()

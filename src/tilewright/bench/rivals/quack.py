@@ -36,6 +36,29 @@ def softmax(x: Any, dim: int, dtype: Any) -> Any:
     return softmax(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
+def rope(q: Any, k: Any, cos: Any, sin: Any, ids: Any, style: str, width: int, layout: str) -> Any:
+    """It takes (batch, tokens, heads, dim) and tables of pairs, one tensor to a launch."""
+    from quack.rotary import apply_rotary_emb
+
+    pairs = style == "pairs"
+    step = slice(None, None, 2) if pairs else slice(None, width // 2)
+    if cos.shape[-1] == width:
+        cos, sin = cos[:, step].contiguous(), sin[:, step].contiguous()
+
+    def one(x: Any) -> Any:
+        if layout == "bshd":
+            return apply_rotary_emb(x, cos, sin, pairs)
+        return apply_rotary_emb(x.transpose(1, 2), cos, sin, pairs).transpose(1, 2)
+
+    return one(q), one(k)
+
+
+def _tables_by_place(q: Any, k: Any, cos: Any, sin: Any, ids: Any, style: str, *rest: Any) -> str:
+    if style == "to_halves" or ids is not None or cos.dim() != 2 or rest[1] == "thd":
+        return "it takes a table of tokens in order, and writes pairs as it reads them"
+    return ""
+
+
 def _no_llama(*args: Any) -> str:
     return "it has no casting of Llama's" if args[-1] == "llama" else ""
 
@@ -51,11 +74,13 @@ CALLS = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "softmax": softmax,
+    "rope": rope,
 }
 REFUSES = {
     "layer_norm": _float32_weight_only,
     "rms_norm": _no_llama,
     "add_rms_norm": _no_llama,
     "softmax": last_dim_only,
+    "rope": _tables_by_place,
 }
 BINDS: tuple[str, ...] = ()

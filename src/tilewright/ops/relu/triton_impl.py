@@ -19,8 +19,8 @@ import triton.language as tl
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory
 from tilewright.toolkit.launch import bind, programs
-from tilewright.toolkit.rows import Rows, rows_of, vector_width
-from tilewright.toolkit.triton_lib import row_start
+from tilewright.toolkit.rows import Rows, levels, rows_of, vector_width
+from tilewright.toolkit.triton_lib import start_of, tile_position
 
 
 @dataclass(frozen=True)
@@ -30,32 +30,28 @@ class Launch:
     warps: int
 
 
-def launch(n: int) -> Launch:
-    """8 KiB to 16 KiB of fp16 in flight per program; short rows share one."""
-    return Launch(1, 4096, 4) if n > 256 else Launch(16, 256, 4)
+# One 16-byte load of halves for each operand and thread; short rows share a program.
+LONG, SHORT = Launch(1, 1024, 4), Launch(8, 128, 4)
+
+
+def launch(view: Rows) -> Launch:
+    return SHORT if view.count > 1 and view.n <= SHORT.block else LONG
 
 
 SIZES = ["row_count", "n_vectors", "column_blocks", "inner", "outer_stride", "inner_stride"]
 GRAD_STRIDES = ["g_inner", "g_outer_stride", "g_inner_stride"]
 
 
-@triton.jit
-def _tile_position(row_count, n, column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    row = (block // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    column = (block % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return row, column, (row < row_count) & (column < n)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _relu(
     y_ptr, x_ptr, row_count, n_vectors, column_blocks, inner, outer_stride, inner_stride,
-    VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
+    VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     n = n_vectors.to(tl.int64) * VEC
-    row, column, inside = _tile_position(row_count, n, column_blocks, ROWS, BLOCK)
+    row, column, inside = tile_position(row_count, n, column_blocks, ROWS, BLOCK, LEVELS)
 
-    at = row_start(row, inner, outer_stride, inner_stride, VEC) + column
+    at = start_of(row, inner, outer_stride, inner_stride, VEC, LEVELS) + column
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
 
     y = tl.where(x <= 0.0, 0.0, x)  # a NaN stays a NaN
@@ -68,13 +64,13 @@ def _relu(
 def _relu_backward(
     dx_ptr, g_ptr, y_ptr, row_count, n_vectors, column_blocks, inner, outer_stride, inner_stride,
     g_inner, g_outer_stride, g_inner_stride,
-    VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     n = n_vectors.to(tl.int64) * VEC
-    row, column, inside = _tile_position(row_count, n, column_blocks, ROWS, BLOCK)
+    row, column, inside = tile_position(row_count, n, column_blocks, ROWS, BLOCK, LEVELS)
 
-    at = row_start(row, inner, outer_stride, inner_stride, VEC) + column
-    g_at = row_start(row, g_inner, g_outer_stride, g_inner_stride, VEC) + column
+    at = start_of(row, inner, outer_stride, inner_stride, VEC, LEVELS) + column
+    g_at = start_of(row, g_inner, g_outer_stride, g_inner_stride, VEC, LEVELS) + column
     y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     g = tl.load(g_ptr + g_at, mask=inside, other=0.0).to(tl.float32)
 
@@ -102,21 +98,22 @@ def _view(tensor: torch.Tensor, strides: tuple[int, ...]) -> Rows | None:
 
 
 def _bind(
-    kernel: Any, view: Rows, outs: list[Any], tensors: list[torch.Tensor], more: Any, flags: Any,
+    kernel: Any, views: list[Rows], outs: list[Any], tensors: list[torch.Tensor], flags: Any,
     makes: Callable[[], torch.Tensor] | None,
 ) -> Callable[..., Any]:  # fmt: skip
-    vec = vector_width(view.n, *((t, view) for t in tensors))
-    if any(stride % vec for stride in more[1:]):
-        vec = 1
-    choice = launch(view.n)
+    """A view for each of the tensors."""
+    view = views[-1]
+    vec = vector_width(view.n, *zip(tensors, views, strict=True))
+    choice = launch(view)
     column_blocks = programs(view.n, choice.block)
     grid = (column_blocks * programs(view.count, choice.rows),)
-    sizes = (view.count, view.n // vec, column_blocks, *view.units(vec))
-    more_units = (more[0], more[1] // vec, more[2] // vec) if more else ()
-    constants = {"VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block, **flags}
+    strides = [number for each in reversed(views) for number in each.units(vec)]
+    constants = {
+        "VEC": vec, "ROWS": choice.rows, "BLOCK": choice.block, "LEVELS": levels(*views), **flags,
+    }  # fmt: skip
     return bind(
-        kernel, grid, [*outs, *tensors], (*sizes, *more_units), constants,
-        aligned=vec > 1, num_warps=choice.warps, makes=makes,
+        kernel, grid, [*outs, *tensors], (view.count, view.n // vec, column_blocks, *strides),
+        constants, aligned=vec > 1, num_warps=choice.warps, makes=makes,
     )  # fmt: skip
 
 
@@ -130,7 +127,7 @@ def prepare(gpu: Gpu, input: torch.Tensor) -> Callable[..., Any]:
     if view is None:
         run_on_copy = prepare(gpu, input.clone())
         return lambda x, *_: run_on_copy(x.clone())
-    return _bind(_relu, view, [dtype], [input], (), {"IN_PLACE": False}, new_y)
+    return _bind(_relu, [view], [dtype], [input], {"IN_PLACE": False}, new_y)
 
 
 def prepare_in_place(gpu: Gpu, input: torch.Tensor) -> Callable[..., None]:
@@ -145,7 +142,7 @@ def prepare_in_place(gpu: Gpu, input: torch.Tensor) -> Callable[..., None]:
             x.copy_(run_on_copy(x.clone()))
 
         return through_a_copy
-    kernel = _bind(_relu, view, [input], [input], (), {"IN_PLACE": True}, None)
+    kernel = _bind(_relu, [view], [input], [input], {"IN_PLACE": True}, None)
     return lambda x, *_: kernel(x, x)
 
 
@@ -165,5 +162,4 @@ def prepare_backward(gpu: Gpu, grad: torch.Tensor, output: torch.Tensor) -> Call
 
         run_on_copies = prepare_backward(gpu, like_result(grad), like_result(output))
         return lambda g, y, *_: run_on_copies(like_result(g), like_result(y))
-    more = (g_view.inner, g_view.outer_stride, g_view.inner_stride)
-    return _bind(_relu_backward, view, [dtype], [grad, output], more, {}, new_dx)
+    return _bind(_relu_backward, [g_view, view], [dtype], [grad, output], {}, new_dx)
