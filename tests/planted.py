@@ -14,12 +14,16 @@ RMS_NORM = "ops/rms_norm/triton_impl.py"
 LAYER_NORM = "ops/layer_norm/triton_impl.py"
 RMS_NORM_FP8 = "ops/rms_norm_fp8/triton_impl.py"
 RMS_NORM_SWIGLU = "ops/rms_norm_swiglu/triton_impl.py"
+ROPE = "ops/rope/triton_impl.py"
 LAYER_NORM_FP8 = "ops/layer_norm_fp8/triton_impl.py"
 FP8 = "toolkit/triton_fp8.py"
 PARTIALS = "toolkit/partials.py"
+TRITON_LIB = "toolkit/triton_lib.py"
+ROWS = "toolkit/rows.py"
 STATISTICS = "toolkit/statistics.py"
 GATED = "toolkit/triton_gated.py"
 GATED_ROWS = "toolkit/gated_rows.py"
+ROTARY = "toolkit/rotary.py"
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ NORM_SWIGLU_RANDOM = Checks("rms_norm_swiglu", ("random",), 12)
 FP8_RANDOM = Checks("rms_norm_fp8", ("random",), 24)
 FP8_BITS = Checks("rms_norm_fp8", ("bits",))
 LAYER_FP8_RANDOM = Checks("layer_norm_fp8", ("random",), 24)
+ROPE_RANDOM = Checks("rope", ("random",), 12)
 SWIGLU_RANDOM = Checks("swiglu", ("random",), 12)
 SWIGLU_PACKED_RANDOM = Checks("swiglu_packed", ("random",), 12)
 GEGLU_RANDOM = Checks("geglu", ("random",), 12)
@@ -74,15 +79,15 @@ GEGLU_PACKED_RANDOM = Checks("geglu_packed", ("random",), 12)
 PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
     Planted(
-        "a tile stores one column too many", RELU_RANDOM, RELU,
+        "a tile stores one column too many", RELU_RANDOM, TRITON_LIB,
         "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
     ),
     Planted(
-        "a tile stores one row too many", RELU_RANDOM, RELU,
+        "a tile stores one row too many", RELU_RANDOM, TRITON_LIB,
         "(row < row_count) & (column < n)", "(row <= row_count) & (column < n)",
     ),
     Planted(
-        "the last column of a tile is left out", RELU_RANDOM, RELU,
+        "the last column of a tile is left out", RELU_RANDOM, TRITON_LIB,
         "(row < row_count) & (column < n)", "(row < row_count) & (column < n - 1)",
     ),
     Planted(
@@ -104,13 +109,13 @@ PLANTED = (
         "y = tl.where(x <= 0.0, 0.0, x)", "y = tl.where(x <= 0.0, 0.0, tl.where(x > 1e5, 1e5, x))",
     ),
     Planted(
-        "a write in place reaches past its row", Checks("relu", ("in place",)), RELU,
+        "a write in place reaches past its row", Checks("relu", ("in place",)), TRITON_LIB,
         "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
     ),
     Planted(
         "the gradient is read with the output's strides", Checks("relu", ("layouts",)), RELU,
-        "row_start(row, g_inner, g_outer_stride, g_inner_stride, VEC)",
-        "row_start(row, inner, outer_stride, inner_stride, VEC)",
+        "start_of(row, g_inner, g_outer_stride, g_inner_stride, VEC, LEVELS)",
+        "start_of(row, inner, outer_stride, inner_stride, VEC, LEVELS)",
     ),
     Planted(
         "an overlapping tensor is written in place", Checks("relu", ("errors",)),
@@ -165,8 +170,8 @@ PLANTED = (
         "g_at = row_start(row, inner, outer_stride, inner_stride, VEC)",
     ),
     Planted(
-        "row offsets are 32-bit", Checks("softmax", ("offsets",)), "toolkit/triton_lib.py",
-        ".to(tl.int64)", "", times=2,
+        "row offsets are 32-bit", Checks("softmax", ("offsets",)), TRITON_LIB,
+        "inner).to(tl.int64)", "inner)", times=2,
     ),
     Planted(
         "column offsets are 32-bit", Checks("softmax", ("offsets",)), SOFTMAX,
@@ -395,7 +400,8 @@ PLANTED = (
     Planted(
         "a norm with a large gate makes a NaN", edge("rms_norm_swiglu", "large-gates"),
         RMS_NORM_SWIGLU,
-        "    y *= g * tl.sigmoid(g)\n\n", "    y *= g * (tl.exp(g) / (1 + tl.exp(g)))\n\n",
+        "    y *= g * sigmoid(g, g_ptr.dtype.element_ty == tl.float32)\n\n",
+        "    y *= g * (tl.exp(g) / (1 + tl.exp(g)))\n\n",
     ),
     Planted(
         "the gate is read with x's strides", Checks("rms_norm_swiglu", ("layouts",)),
@@ -511,19 +517,86 @@ PLANTED = (
         edge("layer_norm_fp8", "far-mean-tensor"), LAYER_NORM_FP8,
         "_affine((x - near - left) * rstd", "_affine((x - near) * rstd",
     ),
+    # --- rope -----------------------------------------------------------------------------------
+    Planted(
+        "the second element of a pair is turned the other way", edge("rope", "head-2"), ROPE,
+        "turned_b = b * cos_b + a * sin_b", "turned_b = b * cos_b - a * sin_b",
+    ),
+    Planted(
+        "the backward turns as the forward does", edge("rope", "half-table"), ROPE,
+        "back = direction < 0", "back = direction < -1",
+    ),
+    Planted(
+        "the backward takes one angle for both elements of a pair",
+        edge("rope", "unequal-halves"), ROPE,
+        "tl.where(back, -sin_b, sin_a), tl.where(back, -sin_a, sin_b)",
+        "tl.where(back, -sin_a, sin_a), tl.where(back, -sin_b, sin_b)",
+    ),
+    Planted(
+        "the last head is left out", edge("rope", "head-16"), ROPE,
+        "here = number < tl.where(head < heads, count, 0)",
+        "here = number < tl.where(head < heads - 1, count, 0)",
+    ),
+    Planted(
+        "every sequence takes the first one's positions", ROPE_RANDOM, ROPE,
+        "at = batch * position_b + token * position_t", "at = token * position_t",
+    ),
+    Planted(
+        "a token takes the row of its place, not of its position", edge("rope", "thd"), ROPE,
+        "batch * table_b + position * table_t", "batch * table_b + token * table_t",
+    ),
+    Planted(
+        "every sequence takes the first one's table", edge("rope", "batched-table"), ROPE,
+        "batch * table_b + position * table_t", "position * table_t",
+    ),
+    Planted(
+        "a table of each element is read as one of pairs", edge("rope", "pairs-full"), ROPE,
+        '"FULL_TABLE": call.full_table', '"FULL_TABLE": False',
+    ),
+    Planted(
+        "k is written with q's strides", edge("rope", "more-k-heads"), ROPE,
+        "token, k_to_b, k_to_t, k_to_h,", "token, q_to_b, q_to_t, q_to_h,",
+    ),
+    Planted(
+        "what is not turned is not copied", edge("rope", "partial"), ROPE,
+        "for start in range(0, rest, 2 * HALF):", "for start in range(rest, rest, 2 * HALF):",
+    ),
+    Planted(
+        "neighbours are read as if they were half a head apart", edge("rope", "pairs-narrow"), ROPE,
+        "half, HALF, READS_PAIRS, 0.0)", "half, HALF, False, 0.0)",
+    ),
+    Planted(
+        "halves are written side by side", edge("rope", "to_halves-narrow"), ROPE,
+        "here, half, HALF, WRITES_PAIRS)", "here, half, HALF, True)",
+    ),
+    Planted(
+        "a write in place lands where a new result would", Checks("rope", ("in place",)), ROTARY,
+        "tuple(x.stride()) if in_place else result_strides(x.shape, x.stride())",
+        "result_strides(x.shape, x.stride())",
+    ),
+    Planted(
+        "token offsets are 32-bit", Checks("rope", ("offsets",)), ROPE,
+        "batch, token = (number // tokens).to(tl.int64), (number % tokens).to(tl.int64)",
+        "batch, token = number // tokens, number % tokens",
+    ),
+    Planted(
+        "q and k in the same memory are not refused", Checks("rope", ("errors",)),
+        "ops/rope/op.py",
+        'checks.apart("rope", "q", q, "k", k)', "pass",
+    ),
     # --- swiglu ---------------------------------------------------------------------------------
     Planted(
-        "a tile of a gated kernel stores one column too many", SWIGLU_RANDOM, GATED,
+        "a tile of a gated kernel stores one column too many", SWIGLU_RANDOM, TRITON_LIB,
         "(row < row_count) & (column < n)", "(row < row_count) & (column <= n)",
     ),
     Planted(
         "silu is rounded before it meets up", SWIGLU_RANDOM, GATED,
-        "y = x * _share(x, ACT) * up",
-        "y = (x * _share(x, ACT)).to(y_ptr.dtype.element_ty).to(tl.float32) * up",
+        "y = x * _share(x, ACT, y_ptr.dtype.element_ty != tl.float32) * up",
+        "y = (x * _share(x, ACT, True)).to(y_ptr.dtype.element_ty).to(tl.float32) * up",
     ),
     Planted(
-        "a large gate makes a NaN", edge("swiglu", "large-gates"), GATED,
-        "1.0 / (1.0 + tl.exp(-z))", "tl.exp(z) / (1.0 + tl.exp(z))",
+        "a large gate makes a NaN", edge("swiglu", "large-gates"), TRITON_LIB,
+        "    return 1.0 / (1.0 + power)", "    return (1.0 / power) / (1.0 + 1.0 / power)",
     ),
     Planted(
         "silu's derivative leaves out the gate's part", SWIGLU_RANDOM, GATED,
@@ -532,8 +605,8 @@ PLANTED = (
     Planted(
         "the gradient of a gated kernel is read with the gate's strides",
         Checks("swiglu", ("layouts",)), GATED,
-        "_start(row, g_inner, g_outer, g_step, VEC, LEVELS)",
-        "_start(row, x_inner, x_outer, x_step, VEC, LEVELS)",
+        "start_of(row, g_inner, g_outer, g_step, VEC, LEVELS)",
+        "start_of(row, x_inner, x_outer, x_step, VEC, LEVELS)",
     ),
     Planted(
         "an up with strides of its own is read as one long row", SWIGLU_RANDOM, GATED_ROWS,
@@ -541,9 +614,7 @@ PLANTED = (
     ),
     Planted(
         "two levels of a gated kernel's rows are taken for one", Checks("swiglu", ("layouts",)),
-        GATED_ROWS,
-        "return 1 if all(view.inner == 1 for view in (self.gate, self.up, self.grad)) else 2",
-        "return 1",
+        ROWS, "return 1 if all(view.inner == 1 for view in views) else 2", "return 1",
     ),
     # --- swiglu_packed --------------------------------------------------------------------------
     Planted(
@@ -552,16 +623,16 @@ PLANTED = (
     ),
     Planted(
         "up is read from the start of the row", SWIGLU_PACKED_RANDOM, GATED,
-        "u_at = _start(row, u_inner, u_outer, u_step, VEC, LEVELS) + up_at.to(tl.int64) * VEC + ",
-        "u_at = _start(row, u_inner, u_outer, u_step, VEC, LEVELS) + ",
+        "u_at = start_of(row, u_inner, u_outer, u_step, VEC, LEVELS) + up_at.to(tl.int64) * VEC",
+        "u_at = start_of(row, u_inner, u_outer, u_step, VEC, LEVELS)",
     ),
     Planted(
         "rows of a packed gradient lie half as far apart", SWIGLU_PACKED_RANDOM, GATED_ROWS,
         "step=2 * n", "step=n",
     ),
     Planted(
-        "row offsets of a gated kernel are 32-bit", Checks("swiglu_packed", ("offsets",)), GATED,
-        "return row.to(tl.int64) * outer * VEC", "return row * outer * VEC",
+        "row offsets of a gated kernel are 32-bit", Checks("swiglu_packed", ("offsets",)),
+        TRITON_LIB, "return row.to(tl.int64) * outer * VEC", "return row * outer * VEC",
     ),
     Planted(
         "an odd last dim is not refused", Checks("swiglu_packed", ("errors",)), "gated.py",

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from tilewright import library, ops
-from tilewright.ops.relu.op import IN_PLACE
 from tilewright.spec import Op
 from tilewright.toolkit.launch import Shot
 
-EVERY_OP = {**ops.every_op(), "relu_": IN_PLACE}
+IN_PLACE = {op.in_place.name: op.in_place for op in ops.registry().values() if op.in_place}
+EVERY_OP = {**ops.every_op(), **IN_PLACE}
 # where a public function finds its op's caller
 HOLDERS = [
     ("tilewright.ops.relu.op", "relu"),
@@ -27,6 +27,8 @@ HOLDERS = [
     ("tilewright.ops.layer_norm_fp8.op", "layer_norm_fp8"),
     ("tilewright.ops.rms_norm_fp8.op", "rms_norm_fp8"),
     ("tilewright.ops.rms_norm_swiglu.op", "rms_norm_swiglu"),
+    ("tilewright.ops.rope.op", "rope"),
+    ("tilewright.ops.rope.op", "rope_"),
     ("tilewright.ops.swiglu.op", "swiglu"),
     ("tilewright.ops.swiglu.op", "swiglu_packed"),
     ("tilewright.ops.geglu.op", "geglu"),
@@ -34,10 +36,18 @@ HOLDERS = [
 ]
 
 
-def silent_relu_(x: torch.Tensor, *_: Any) -> None:
-    """Writes as a CUDA kernel does, unseen by torch: torch.relu_ would bump the version itself."""
-    values = x.detach().numpy()
-    values.clip(0, out=values)
+def silently(op: Op) -> Callable[..., None]:
+    """Writes as a CUDA kernel does, unseen by torch: the reference would bump the versions itself.
+
+    `data` shares a tensor's memory, but not its version.
+    """
+    count = op.tensor_count
+
+    def run(*args: Any) -> None:
+        tensors = (None if t is None else t.data for t in args[:count])
+        op.reference(*tensors, *args[count : len(op.arguments)])
+
+    return run
 
 
 def _shot(op: Op, x: torch.Tensor, rest: tuple[Any, ...]) -> Shot:
@@ -73,7 +83,7 @@ def short_way(op: Op, with_shots: bool) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         PLAN_RUNS[op.name] += 1
-        return silent_relu_(*args) if op.name == "relu_" else op.reference(*args[:-1])
+        return silently(op)(*args) if op.name in IN_PLACE else op.reference(*args[:-1])
 
     class Plans(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:

@@ -115,13 +115,20 @@ def test_eps_none_is_torchs(dtype: torch.dtype) -> None:
 
 # --- docstrings ----------------------------------------------------------------------------------
 
-DOCUMENTED = {**FUNCTIONS, "explain": tilewright.explain, "use_backend": tilewright.use_backend}
+PUBLIC = {op.public_name: op.public for op in ops.registry().values() if op.public is not None}
+DOCUMENTED = {
+    **PUBLIC,
+    "debug": tilewright.debug,
+    "explain": tilewright.explain,
+    "use_backend": tilewright.use_backend,
+}
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_examples_in_docstrings_run(name: str) -> None:
     function = inspect.unwrap(DOCUMENTED[name])
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    runner = doctest.DocTestRunner(optionflags=flags)
     for test in doctest.DocTestFinder(recurse=False).find(function, name, globs={}):
         runner.run(test)
     result = runner.summarize(verbose=False)

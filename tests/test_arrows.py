@@ -19,6 +19,7 @@ SRC = Path(tilewright.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 
 LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"]
+LEAVES += ["debugging"]
 BELOW_OPS = [*LEAVES, "dispatch", "library"]
 READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
 
@@ -30,6 +31,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "gpu": ["errors"],
     "shapes": ["errors"],
     "checks": ["errors"],
+    "debugging": [],
     "norms": ["errors", "checks"],
     "gated": ["errors", "spec", "shapes", "checks"],
     "fp8": ["errors"],
@@ -50,7 +52,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "ops": ["spec"],
     "ops.*.op": [
         *("errors", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"),
-        *("library", "{here}", "{here}.reference"),
+        *("debugging", "library", "{here}", "{here}.reference"),
     ],
     "ops.*.reference": ["ops.*.reference", "fp8", "gated"],
     "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*"],
@@ -165,6 +167,8 @@ def test_every_rule_is_about_something() -> None:
     ("module", "source"),
     [
         ("errors", "from tilewright import gpu"),
+        ("debugging", "from tilewright import errors"),
+        ("toolkit.rotary", "from tilewright import debugging"),
         ("spec", "from tilewright.dispatch import choose"),
         ("toolkit.rows", "from tilewright.spec import Op"),
         ("toolkit.rows", "import tilewright.ops.relu.op"),

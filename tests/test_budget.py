@@ -102,6 +102,16 @@ FORWARD["layer_norm_fp8"] = {
     "group": {"scaling": "group"},
     "tensor": {"scaling": "tensor"},
 }
+FORWARD["rope"] = {
+    "": {},
+    "pairs": {"style": "pairs"},
+    "to_halves": {"style": "to_halves"},
+    "half table": {"table": "half"},
+    "float32 table": {"table_dtype": torch.float32},
+    "partial": {"partial": True},
+    "positions": {"positions": True},
+}
+FORWARD["rope_"] = FORWARD["rope"]
 FORWARD["swiglu"] = {"": {}, "chunks": {"chunks": True}}
 FORWARD["swiglu_packed"] = {"": {}}
 FORWARD["geglu"] = {"": {}, "erf": {"approximate": "none"}}
@@ -117,7 +127,27 @@ def _gated_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
     return x, torch.empty_like(x, memory_format=torch.contiguous_format), *more
 
 
+HEAD_DIMS = (128, 192, 96, 80, 64, 48, 32, 16, 8, 4, 2, 1)
+
+
+def _rope_args(x: torch.Tensor, flags: Flags) -> Args:
+    """Rows are tokens: short ones are a head, longer ones as many as they hold of a usual size."""
+    n = x.shape[-1]
+    dim = n if n <= 512 else next(d for d in HEAD_DIMS if n % d == 0)
+    q = x.unflatten(-1, (-1, dim))
+    k = _empty(*q.shape[:-2], max(q.shape[-2] // 4, 1), dim, dtype=x.dtype)
+    rotary = dim // 4 * 2 if flags.get("partial") else dim // 2 * 2
+    width = rotary // 2 if flags.get("table") == "half" else rotary
+    tokens = x.shape[-2]
+    cos, sin = (_empty(tokens, width, dtype=flags.get("table_dtype", x.dtype)) for _ in "cs")
+    ids = _empty(tokens, dtype=torch.int64) if flags.get("positions") else None
+    layout = "thd" if q.dim() == 3 else "bshd"
+    return q, k, cos, sin, ids, flags.get("style", "halves"), rotary, layout
+
+
 def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
+    if name in ("rope", "rope_"):
+        return _rope_args(x, flags)
     if name in ("swiglu", "swiglu_packed", "geglu", "geglu_packed"):
         return _gated_args(name, x, flags)
     if name in ("relu", "relu_"):
@@ -143,14 +173,18 @@ def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
 
 
 def _op(name: str) -> Op:
-    from tilewright.ops.relu.op import IN_PLACE
-
-    return IN_PLACE if name == "relu_" else ops.registry()[name]
+    op = ops.registry()[name.removesuffix("_")]
+    if not name.endswith("_"):
+        return op
+    assert op.in_place is not None
+    return op.in_place
 
 
 def _backward_args(op: Op, args: Args, like: torch.Tensor) -> Args:
     """As autograd calls it, with an incoming gradient of the input's own strange layout."""
     outputs = as_tuple(op.outputs(*args))
+    if op.name == "rope":
+        return op.backward_call(args, outputs, (args[0], outputs[1]))
     grads = tuple(like[..., : o.shape[-1]] if o.dtype == like.dtype else o for o in outputs)
     return op.backward_call(args, outputs, grads)
 
@@ -201,7 +235,7 @@ def test_shapes_compile_at_most_twelve_binaries(
         binaries: dict[str, Any] = {}
         for rows, columns, layout in calls():
             x = LAYOUTS[layout](rows, columns, dtype=dtype)
-            if name == "relu_" and layout == "expanded":
+            if name.endswith("_") and layout == "expanded":
                 continue
             args = _forward_args(name, x, FORWARD[name][flags])
             if backward:

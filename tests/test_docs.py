@@ -429,10 +429,14 @@ def test_the_autocast_table() -> None:
     )
     x = torch.randn(2, 8, dtype=torch.float16)
     calls = {
+        "geglu": lambda: tilewright.geglu(x, x),
         "relu": lambda: tilewright.relu(x),
         "layer_norm": lambda: tilewright.layer_norm(x, 8),
         "rms_norm": lambda: tilewright.rms_norm(x, 8),
+        "rms_norm_swiglu": lambda: tilewright.rms_norm_swiglu(x, x),
+        "rope": lambda: tilewright.rope(x[None], x[None], x[:1], x[:1], layout="thd")[0],
         "softmax": lambda: tilewright.softmax(x),
+        "swiglu": lambda: tilewright.swiglu(x, x),
     }
     assert table.keys() == calls.keys()
     with torch.autocast("cpu", torch.bfloat16):

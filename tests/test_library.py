@@ -29,10 +29,11 @@ from short_way import (
     EVERY_OP,
     HOLDERS,
     HOOKS,
+    IN_PLACE,
     PLAN_RUNS,
     READY_LAUNCHES,
     short_way,
-    silent_relu_,
+    silently,
 )
 from tilewright import dispatch, library, ops
 from tilewright.spec import Op
@@ -43,6 +44,16 @@ N = 8
 
 Public = Callable[[torch.Tensor], torch.Tensor]
 
+COS, SIN = torch.full((16, N), 0.6), torch.full((16, N), 0.8)  # every token turns alike
+
+
+def _rope_of(x: torch.Tensor) -> torch.Tensor:
+    """Of (tokens, columns) or (batch, tokens, columns): one head for each token."""
+    layout = "thd" if x.dim() == 2 else "bshd"
+    q = x.unsqueeze(-2)
+    return tilewright.rope(q, q * 2, COS, SIN, layout=layout)[0].squeeze(-2)
+
+
 # One tensor in, one tensor out: enough for whatever does not depend on the op.
 PUBLIC: dict[str, Public] = {
     "relu": tilewright.relu,
@@ -50,6 +61,7 @@ PUBLIC: dict[str, Public] = {
     "rms_norm": lambda x: tilewright.rms_norm(x, N),
     "add_rms_norm": lambda x: tilewright.rms_norm(x, N, residual=x * 2)[0],
     "layer_norm": lambda x: tilewright.layer_norm(x, N),
+    "rope": _rope_of,
     "swiglu": lambda x: tilewright.swiglu(x, x * 2),
     "geglu_packed": tilewright.geglu_packed,
 }
@@ -92,10 +104,10 @@ def plain_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = dispatch.prepare
 
-    def silently(op: Op, *rest: Any) -> Any:
-        return silent_relu_ if op.name == "relu_" else prepare(op, *rest)
+    def prepare_silently(op: Op, *rest: Any) -> Any:
+        return silently(op) if op.name in IN_PLACE else prepare(op, *rest)
 
-    monkeypatch.setattr(dispatch, "prepare", silently)
+    monkeypatch.setattr(dispatch, "prepare", prepare_silently)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -128,8 +140,16 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
     def x(grad: bool = False) -> torch.Tensor:
         return _laid_out(layout, dtype, grad)
 
+    def heads(grad: bool = False) -> torch.Tensor:
+        """Of rope's ranks: packed (tokens, heads, dim), or (batch, heads, tokens, dim)."""
+        laid = LAYOUTS[layout](dtype)
+        laid = laid[:, None] if laid.dim() == 2 else laid[0]
+        return laid.detach().requires_grad_(grad)
+
     weight = torch.randn(N).to(dtype)
     last = x().dim() - 1
+    cos, sin = torch.randn(2, 6, N).to(dtype)
+    turned = cos, sin, None, "halves", N, "thd" if heads().dim() == 3 else "bhsd"
     calls: dict[str, tuple[Any, ...]] = {
         "relu": (x(True),),
         "relu_": (x(),),
@@ -145,6 +165,9 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "layer_norm_backward": (x(), x(), weight.detach(), weight.detach(), 1e-5, True, True),
         "layer_norm_fp8": (x(), weight.detach(), weight.detach(), 1e-5, "e4m3", "group"),
         "rms_norm_fp8": (x(), weight.detach(), 1e-6, 0.0, "e4m3", "row"),
+        "rope": (heads(True), heads(True), *turned),
+        "rope_": (heads(), heads(), *turned),
+        "rope_backward": (heads(), heads(), *turned),
         "swiglu": (x(True), x(True)),
         "swiglu_backward": (x(), x(), x()),
         "swiglu_packed": (x(True), "gate_up"),
@@ -167,12 +190,12 @@ def test_opcheck_covers_every_registered_op() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", library.calls)
 def test_opcheck(op: str, layout: str, dtype: torch.dtype) -> None:
-    if op == "relu_" and layout == "expanded":
+    args = _call(op, layout, dtype)
+    if op in IN_PLACE and layout == "expanded":
         with pytest.raises(tilewright.InputError, match="overlap"):
-            tilewright.relu(_laid_out(layout, dtype, False), inplace=True)
+            library.call(EVERY_OP[op], args, None)
         return
-    operator = getattr(OPERATORS, op).default
-    torch.library.opcheck(operator, _call(op, layout, dtype))
+    torch.library.opcheck(getattr(OPERATORS, op).default, args)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +274,10 @@ COMPILED: dict[str, Callable[[torch.Tensor], Any]] = {
     "layer_norm": lambda x: tilewright.layer_norm(x, N, WEIGHT, BIAS),
     "layer_norm no weight": lambda x: tilewright.layer_norm(x, [N], bias=BIAS),
     "layer_norm two dims": lambda x: tilewright.layer_norm(x, x.shape[-2:]),
+    "rope": lambda x: tilewright.rope(x, x[:, :1], COS, SIN, layout="thd"),
+    "rope in part": lambda x: tilewright.rope(
+        x, x, COS[:, :2], SIN[:, :2], layout="thd", rotary_dim=4, interleaved=True
+    ),
     "swiglu": lambda x: tilewright.swiglu(x, x * 2),
     "swiglu of chunks": lambda x: tilewright.swiglu(*x.chunk(2, -1)),
     "swiglu_packed": tilewright.swiglu_packed,
@@ -450,6 +477,14 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
         lambda x, w, b: tilewright.layer_norm(x, (3, 4), w, b),
         ((2, 3, 4), (3, 4), (3, 4)),
     ),
+    "rope": (
+        lambda q, k: tilewright.rope(q, k, COS, SIN, layout="thd"),
+        ((5, 2, N), (5, 1, N)),
+    ),
+    "rope k only": (
+        lambda q, k: tilewright.rope(q, k, COS, SIN, layout="thd", interleaved="to_halves")[1],
+        ((5, 2, N), (5, 1, N)),
+    ),
     "swiglu": (tilewright.swiglu, ((5, N), (5, N))),
     "swiglu_packed": (tilewright.swiglu_packed, ((5, N),)),
     "swiglu_packed up_gate": (lambda x: tilewright.swiglu_packed(x, "up_gate"), ((5, N),)),
@@ -573,7 +608,7 @@ def test_checkpointing_gives_the_same_gradient(name: str) -> None:
     ("name", "count"),
     [
         *(("relu", 1), ("softmax", 1), ("rms_norm", 2), ("add_rms_norm", 2), ("layer_norm", 3)),
-        *(("swiglu", 2), ("geglu_packed", 1)),
+        *(("swiglu", 2), ("geglu_packed", 1), ("rope", 2)),
     ],
 )
 def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str) -> None:
@@ -586,6 +621,7 @@ def test_saves_no_more_than_the_backward_reads(name: str, count: int, path: str)
         "layer_norm": lambda: tilewright.layer_norm(x, N, w, w.detach()),
         "swiglu": lambda: tilewright.swiglu(x, x.detach()),
         "geglu_packed": lambda: tilewright.geglu_packed(x),
+        "rope": lambda: _rope_of(x),  # its tables; neither q nor k
     }
     calls[name]()
     saved = []
@@ -672,6 +708,16 @@ def test_in_place_returns_its_argument_and_bumps_its_version(
         assert tilewright.relu(x, inplace=True) is x
         assert x._version > before
         assert torch.equal(x, wanted)
+
+
+def test_rope_in_place_bumps_the_versions_of_both(path: str, silent_kernel: None) -> None:
+    for _ in range(3):
+        q, k = torch.randn(5, 2, N), torch.randn(5, 1, N)
+        wanted, before = tilewright.rope(q, k, COS, SIN, layout="thd"), (q._version, k._version)
+        got = tilewright.rope(q, k, COS, SIN, layout="thd", inplace=True)
+        assert got[0] is q and got[1] is k
+        assert q._version > before[0] and k._version > before[1]
+        assert torch.equal(q, wanted[0]) and torch.equal(k, wanted[1])
 
 
 def test_in_place_on_what_another_backward_saved_raises(path: str, silent_kernel: None) -> None:
@@ -815,6 +861,7 @@ TORCHS: dict[str, Public] = {
     "rms_norm": lambda x: F.rms_norm(x, (N,)),
     "add_rms_norm": lambda x: F.rms_norm(3 * x, (N,)),
     "layer_norm": lambda x: F.layer_norm(x, (N,)),
+    "rope": lambda x: 0.6 * x + 0.8 * torch.cat((-x[..., N // 2 :], x[..., : N // 2]), -1),
     "swiglu": lambda x: F.silu(x) * x * 2,
     "geglu_packed": lambda x: F.gelu(x[..., : N // 2], approximate="tanh") * x[..., N // 2 :],
 }
@@ -1000,6 +1047,33 @@ def test_the_shortcut_tells_layouts_dtypes_and_options_apart(path: str) -> None:
                 torch.testing.assert_close(got, F.rms_norm(x, (n,), None, eps))
             with pytest.raises(tilewright.InputError, match="weight"):
                 tilewright.rms_norm(x, n, torch.ones(n + 1, dtype=x.dtype))
+
+
+def test_the_shortcut_tells_ropes_calls_apart(path: str) -> None:
+    """One shape of q, and whatever else a call may differ in."""
+    q, k = torch.randn(2, 3, 4, N), torch.randn(2, 3, 4, N)
+    cos, sin = torch.randn(2, 9, N)
+    ids = torch.tensor([8, 0, 3])
+    calls: list[tuple[Any, Any, Any, dict[str, Any]]] = [
+        (k, cos, sin, {}),
+        (k, cos, sin, {"interleaved": True}),
+        (k, cos, sin, {"interleaved": "to_halves"}),
+        (k, cos[:, :4], sin[:, :4], {}),
+        (k, cos[:, :4], sin[:, :4], {"rotary_dim": 4}),
+        (k, cos.expand(2, 9, N), sin.expand(2, 9, N), {}),
+        (k[:, :, :1], cos, sin, {}),
+        (k.transpose(0, 1).contiguous().transpose(0, 1), cos, sin, {}),
+        (k, cos, sin, {"position_ids": ids}),
+        (k, cos, sin, {"position_ids": ids.flip(0).int()}),
+        (k, cos, sin, {"position_ids": ids.expand(2, 3)}),
+    ]
+    wanted = [
+        tilewright.rope(q.clone(), k, c, s, layout="bshd", **options) for k, c, s, options in calls
+    ]
+    for _ in range(3):
+        for (k, c, s, options), expected in zip(calls, wanted, strict=True):
+            got = tilewright.rope(q, k, c, s, layout="bshd", **options)
+            assert all(map(torch.equal, got, expected)), options
 
 
 @pytest.mark.parametrize("how", ["poisoned", "use_backend", "another dtype"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from tilewright import dispatch, gpu, library, matrix
 from tilewright.cli import app
 from tilewright.matrix import Built, Ledger, Wanted, reach, tables
-from tilewright.ops import every_op
+from tilewright.ops import every_op, registry
 from tilewright.toolkit import nvrtc, recording
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -61,19 +62,32 @@ def ledger_of(*entries: Built) -> Ledger:
 # --- what can be reached -------------------------------------------------------------------------
 
 
+def asks(name: str, backend: str, sm: int) -> bool:
+    """Whether an op has binaries there: those it shares with another op count for the first."""
+    for public in registry().values():
+        parts = (public, public.in_place, public.autograd and public.autograd.op)
+        if name in [part.name for part in parts if part]:
+            calls = itertools.islice(reach._calls(public), 60)
+            found = reach._of_op(public, calls, gpu.pretend(f"sm_{sm}"))
+            return any((w.op, w.backend) == (name, backend) for w in found)
+    return False
+
+
 def test_every_backend_of_both_passes_on_every_sm(everything: list[Wanted]) -> None:
     found = {(w.op, w.backend, w.sm) for w in everything}
     for op in every_op().values():
         for backend in op.backends:
             for sm in matrix.SMS if backend.technology != "torch" else ():
                 wanted = backend.min_sm <= sm <= backend.max_sm
-                assert ((op.name, backend.name, sm) in found) == wanted, (op.name, backend.name, sm)
+                there = (op.name, backend.name, sm) in found or asks(op.name, backend.name, sm)
+                assert there == wanted, (op.name, backend.name, sm)
     assert matrix.SMS == tuple(gpu.ARCHS)
 
 
 def test_every_registered_op_is_reached(everything: list[Wanted]) -> None:
     """The in-place ops too, which are no public ops of their own."""
-    assert {w.op for w in everything} >= set(library.calls)
+    missing = set(library.calls) - {w.op for w in everything}
+    assert all(asks(name, "triton", 90) for name in missing)
 
 
 def test_every_kernel_that_is_written_is_reached(everything: list[Wanted]) -> None:
@@ -303,7 +317,7 @@ def test_relu_compiles_and_an_edited_ledger_shows(tmp_path: Path) -> None:
     assert {row["kernel"] for row in record["kernels"]} == {"_relu", "_relu_backward"}
     (path,) = tmp_path.iterdir()
     entries = [Built(**json.loads(line)) for line in path.read_text().splitlines()]
-    assert all(16 <= b.registers <= 255 and not b.spills and not b.shared for b in entries)
+    assert all(8 <= b.registers <= 255 and not b.spills and not b.shared for b in entries)
 
     edited = dataclasses.replace(entries[0], registers=entries[0].registers + 1)
     Ledger(tmp_path).write([edited, *(b for b in entries[1:])])

@@ -22,7 +22,7 @@ import torch
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Op, Rounding
 from tilewright.verify import CHECKS, Context, Result, compare, layouts, offsets, plan, touch
-from tilewright.verify.checks import BASE, _relaid, edge_cases
+from tilewright.verify.checks import BASE, _relaid, edge_cases, layouts_of
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
 from tilewright.verify.summary import summarise
 
@@ -50,16 +50,19 @@ def phases(op: str) -> list[str]:
     return ["forward", "backward"] if registry()[op].autograd else ["forward"]
 
 
+RANDOM = 150  # cases of each op; .ci/run takes 500
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_500_random_cases_forward_and_backward(op: str, tmp_path: Path) -> None:
-    code, report = verify(op, "--only", "random", "--cases", "500", folder=tmp_path)
+def test_random_cases_forward_and_backward(op: str, tmp_path: Path) -> None:
+    code, report = verify(op, "--only", "random", "--cases", str(RANDOM), folder=tmp_path)
     assert (code, [f["line"] for f in report["failures"]]) == (0, [])
     run = {row["phase"]: row["run"] for row in report["checks"]}
-    assert run == dict.fromkeys(phases(op), 500)
+    assert run == dict.fromkeys(phases(op), RANDOM)
     seen = {(row["dtype"], row["phase"]): row["run"] for row in report["numerics"]}
     for dtype in ("float32", "float16", "bfloat16"):
         for phase in run:
-            assert seen[dtype, phase] > 100
+            assert seen[dtype, phase] > RANDOM // 5
     assert all(row["worst_error_over_tolerance"] <= 1 for row in report["numerics"])
 
 
@@ -91,8 +94,9 @@ def test_every_edge(op: str, tmp_path: Path) -> None:
     quick = edge_cases(Context(declared, "triton", "cpu", False, 40, 0))
     assert run["cases"] == len(quick) * len(FLOATS) * len(phases(op))
     assert run["exact"] == 20
-    by_layout = len(phases(op)) * len(layouts.LAYOUTS)
-    by_layout += len(layouts.SAME_VALUES) if declared.autograd else 0  # its gradient's
+    taken = set(layouts_of(declared))
+    by_layout = len(phases(op)) * len(taken)
+    by_layout += len(taken & set(layouts.SAME_VALUES)) if declared.autograd else 0  # its gradient's
     assert run["layouts"] == by_layout * len(FLOATS) * len(declared.variants)
     assert run["empty"] == 7 * len(phases(op))
     assert run.get("errors", 0) == len(declared.errors)
@@ -416,7 +420,7 @@ def test_a_seed_makes_the_whole_case(op: str) -> None:
 def test_random_cases_reach_every_layout_and_dtype(op: str) -> None:
     firsts = [random_case(op, seed)[0] for seed in range(300)]
     assert {x.dtype for x in firsts} == set(FLOATS)
-    assert {x.dim() for x in firsts} == {1, 2, 3, 4}
+    assert {x.dim() for x in firsts} == set(registry()[op].ranks or (1, 2, 3, 4))
     assert any(x.data_ptr() % 16 for x in firsts)
     assert sum(not x.is_contiguous() for x in firsts) > 50
 

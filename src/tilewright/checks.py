@@ -147,10 +147,10 @@ def apart(op: str, name: str, value: torch.Tensor, other: str, there: torch.Tens
     """For writing two tensors in place: their elements may lie among each other, never on."""
     if value.device.type == "meta" or not (value.numel() and there.numel()):
         return
-    if value.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
+    if value.untyped_storage()._cdata != there.untyped_storage()._cdata:
         return
     first, second = sorted((value, there), key=lambda t: t.storage_offset())
-    distance = second.storage_offset() - first.storage_offset()
+    distance = int(second.storage_offset() - first.storage_offset())
     if distance >= _extent(first) or _in_one_period(first, second, distance):
         return
     raise InputError(

@@ -27,6 +27,9 @@ from tilewright.gpu import Gpu
 from tilewright.spec import Args, Backend, Op, as_tuple, on_meta
 
 VARIABLE = "TILEWRIGHT_BACKEND"
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 # None, or ((op name or "*", backend name), ...): hashable, because it is part of every plan's key
 Override = tuple[tuple[str, str], ...]
@@ -191,7 +194,13 @@ def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:
     choice = choose(op, args, backend=backend)
     entry = load(choice.backend.entry)
     if choice.backend.technology == "torch":
-        return lambda *args: _as_declared(op, args[:-1], entry(*args[:-1]))
+
+        def run_torch(*args: Any) -> Any:
+            # the op keeps its dtype, or its rule has been applied: nobody shall cast inside
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                return _as_declared(op, args[:-1], entry(*args[:-1]))
+
+        return run_torch
     run: Callable[..., Any] = entry(choice.gpu, *args)
     return run
 

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,11 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
     return list(seen.values())
 
 
-MEASURED = ("bench-model", "bench-prefill", "bench-decode", "bench-sweep", "bench-sweep-fp8")
+# records of suites; of two that hold the same case the first counts
+MEASURED = (
+    *("bench-model", "bench-prefill-gated", "bench-prefill", "bench-decode-gated", "bench-decode"),
+    *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
+)
 
 
 def measured(folder: str, root: Path) -> str:
@@ -204,9 +208,7 @@ def measured(folder: str, root: Path) -> str:
     rows = []
     for contest in judged:
         dims = contest.first.dims
-        shape = " x ".join(map(str, dims["shape"]))
-        shape += f", {dims['scaling']}" if "scaling" in dims else ""
-        what = (f"`{contest.first.op}` {contest.first.phase}", shape)
+        what = (f"`{contest.first.op}` {contest.first.phase}", _shape(dims))
         for row in contest.rows.values():
             if row.ours and has_number(row):
                 reached = (row.contender, micros(time_of(row)), f"{row.of_roof or 0:.0%}")
@@ -215,6 +217,15 @@ def measured(folder: str, root: Path) -> str:
         return NOT_MEASURED
     heads = ("op", "shape, bf16", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
     return f"{_table(heads, rows)}\n\n{_environment(found[0].run)}."
+
+
+def _shape(dims: Mapping[str, Any]) -> str:
+    """Sizes, and what else tells one case of an op from another."""
+    words = [str(dims[name]) for name in ("scaling", "layout", "style") if name in dims]
+    words += [
+        word for name, word in (("erf", "erf"), ("from_bshd", "transposed")) if dims.get(name)
+    ]
+    return ", ".join([" x ".join(map(str, dims["shape"])), *words])
 
 
 def yardsticks(found: Record) -> str:

@@ -41,12 +41,15 @@ def heads_of(shape: Sequence[int], strides: Sequence[int], layout: str) -> Heads
     """None: the elements of a head do not lie side by side."""
     if shape[-1] > 1 and strides[-1] != 1:
         return None
-    places = LAYOUTS[layout]
-    sizes = [1 if place is None else shape[place] for place in places]
-    steps = [
-        0 if place is None or shape[place] <= 1 else strides[place] for place in places
-    ]  # a dim of one is never stepped along
-    return Heads(*sizes, shape[-1], *steps)
+
+    def dim(place: int | None) -> tuple[int, int]:
+        """Size and stride; a dim of one is never stepped along."""
+        if place is None or shape[place] <= 1:
+            return 1 if place is None else shape[place], 0
+        return shape[place], strides[place]
+
+    (batches, batch), (tokens, token), (heads, head) = map(dim, LAYOUTS[layout])
+    return Heads(batches, tokens, heads, shape[-1], batch, token, head)
 
 
 def result_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -51,21 +51,30 @@ def describe(
     in_place: bool = False,
 ) -> Call:
     """For tensors whose last dims are contiguous (`heads.tame`); `sin` lies as `cos` does."""
-    strides = tuple(
-        tuple(x.stride()) if in_place else result_strides(x.shape, x.stride()) for x in (q, k)
-    )
-    given = [heads_of(x.shape, x.stride(), layout) for x in (q, k)]
-    made = [heads_of(x.shape, s, layout) for x, s in zip((q, k), strides, strict=True)]
-    assert None not in (*given, *made)
+
+    def heads(x: torch.Tensor, strides: tuple[int, ...]) -> Heads:
+        found = heads_of(x.shape, strides, layout)
+        assert found is not None
+        return found
+
+    def made(x: torch.Tensor) -> tuple[int, ...]:
+        return tuple(x.stride()) if in_place else result_strides(x.shape, x.stride())
+
     of_positions = (0, 0)
     if position_ids is not None:
         of_positions = _steps(position_ids.shape, position_ids.stride())
     table = cos[:, 0] if cos.dim() == 4 else cos
     of_table = (0, table.stride(0)) if table.dim() == 2 else _steps(table.shape, table.stride())
     return Call(
-        tuple(given), tuple(made), strides, rotary_dim, cos.shape[-1] == rotary_dim,
-        table.shape[-2], of_table, of_positions,
-    )  # type: ignore[arg-type]  # fmt: skip
+        given=(heads(q, q.stride()), heads(k, k.stride())),
+        made=(heads(q, made(q)), heads(k, made(k))),
+        made_strides=(made(q), made(k)),
+        rotary_dim=rotary_dim,
+        full_table=cos.shape[-1] == rotary_dim,
+        table_rows=table.shape[-2],
+        table_strides=of_table,
+        position_strides=of_positions,
+    )
 
 
 def _steps(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from tilewright.toolkit import gated_rows, memory
 from tilewright.toolkit.gated_rows import Operands
 from tilewright.toolkit.launch import bind, programs
 from tilewright.toolkit.rows import on_rows
-from tilewright.toolkit.triton_lib import start_of, tile_position
+from tilewright.toolkit.triton_lib import sigmoid, start_of, tile_position
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,6 @@ GRAD_STRIDES = ["step", "g_inner", "g_outer", "g_step"]
 
 
 @triton.jit
-def _sigmoid(z):
-    """exp overflows to infinity for z < -88, and the quotient is then 0, as it should be."""
-    return 1.0 / (1.0 + tl.exp(-z))
-
-
-@triton.jit
 def _below_normal(x):
     """The part of a normal distribution below x, within 2^-23; half the instructions of erf.
 
@@ -80,10 +74,10 @@ def _below_normal(x):
 def _share(x, ACT: tl.constexpr, HALVES: tl.constexpr):
     """The part of x that passes: act(x) = x * share(x); halves are rounded to far fewer digits."""
     if ACT == "silu":
-        return _sigmoid(x)
+        return sigmoid(x, not HALVES)
     elif ACT == "gelu_tanh":
         # (1 + tanh u) / 2 = sigmoid(2u)
-        return _sigmoid(x * (SLOPE + CUBIC * tl.minimum(x * x, SATURATED)))
+        return sigmoid(x * (SLOPE + CUBIC * tl.minimum(x * x, SATURATED)), False)
     elif HALVES:
         return _below_normal(x)
     else:

@@ -48,6 +48,28 @@ def start_of(row, inner, outer, step, VEC: tl.constexpr, LEVELS: tl.constexpr):
         return row.to(tl.int64) * 0
 
 
+LOG2_E = tl.constexpr(1.4426950216293335)  # as a float32, and what that leaves of it
+LOG2_E_REST = tl.constexpr(1.9259629911266175e-08)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def sigmoid(x, EXACT: tl.constexpr):
+    """1 / (1 + exp(-x)); exp overflows to infinity for x < -88, and the quotient is then 0.
+
+    A GPU's exp is exp2 of a product, whose rounding costs it |x| ulps. That is nothing to halves;
+    EXACT, for float32, mends the result by what the product has lost.
+    """
+    if EXACT:
+        z = -tl.minimum(tl.maximum(x, -150.0), 150.0)
+        product = z * LOG2_E
+        lost = tl.fma(z, LOG2_E, -product) + z * LOG2_E_REST
+        power = tl.exp2(product) * (1.0 + lost * LN_2)
+    else:
+        power = tl.exp(-x)
+    return 1.0 / (1.0 + power)
+
+
 @triton.jit
 def mean_of(total, n):
     """total / n, rounded to nearest: the plain quotient may be off by two ulps on a GPU."""

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_swiglu_backward(
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
           sums[2 * r] += x[j] * x[j];
-          sums[2 * r + 1] += dy[j] * w[i][j] * silu(g[j]) * x[j];
+          sums[2 * r + 1] += dy[j] * w[i][j] * silu<T>(g[j]) * x[j];
         }
       }
     }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_swiglu_backward(
         float of_x[VEC], of_gate[VEC];
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-          const float sigma = sigmoid(g[j]), silu = g[j] * sigma;
+          const float sigma = sigmoid<T>(g[j]), silu = g[j] * sigma;
           const float scaled = dy[j] * rstd[r];  // the products share it: the fewest instructions
           of_x[j] = scaled * silu * w[i][j] - x[j] * along[r];
           of_gate[j] = scaled * x[j] * w[i][j] * silu_slope(silu, sigma);

@@ -37,12 +37,11 @@ NARROW = (
     Walk(packs=1, threads=1024, blocks=1, stages=2, at_once=1),
 )
 WIDE = (
-    Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),
     Walk(packs=2, threads=608, blocks=1, cluster=2, stages=2, at_once=1),
+    Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),  # where there are no clusters
     Walk(packs=2, threads=512, blocks=1, cluster=4, stages=2, at_once=2),
     Walk(packs=4, threads=256, blocks=2, cluster=16, stages=2, at_once=1),
     Walk(packs=4, threads=256, blocks=2, cluster=16, stages=1, at_once=1),  # less shared memory
-    Walk(packs=4, threads=512, blocks=1, cluster=16, stages=2, at_once=1),
 )
 
 

@@ -32,7 +32,7 @@ __device__ __forceinline__ Pack<T, VEC> gated(
     const Pack<T, VEC>& x, const Pack<T, VEC>& gate, const Pack<T, VEC>& weight, float rstd) {
   float y[VEC];
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) y[j] = x[j] * rstd * weight[j] * silu(gate[j]);
+  for (int j = 0; j < VEC; ++j) y[j] = x[j] * rstd * weight[j] * silu<T>(gate[j]);
   return Pack<T, VEC>::of(y);
 }
 

@@ -25,7 +25,7 @@ from tilewright.toolkit.launch import bind, programs
 from tilewright.toolkit.partials import bind_sum
 from tilewright.toolkit.rows import on_rows, rows, vector_width
 from tilewright.toolkit.tiles import Tile, tile
-from tilewright.toolkit.triton_lib import load_rows, mean_of, row_start
+from tilewright.toolkit.triton_lib import load_rows, mean_of, row_start, sigmoid
 
 SIZES = ["row_count", "n_vectors"]
 X_STRIDES = ["x_inner", "x_outer", "x_step"]
@@ -42,7 +42,7 @@ class Launch:
 # Columns that stay in registers without a spill on any SM, by what a thread holds and by the bytes
 # of an element (compile matrix, 2026-11).
 WIDEST = {
-    "forward": {2: 16384, 4: 16384},
+    "forward": {2: 16384, 4: 8192},
     "backward": {2: 8192, 4: 4096},
 }
 # The backward's loop holds eight numbers for each column; 16 columns a thread spill in float32.
@@ -82,7 +82,7 @@ def _forward_rows(
     if w_ptr is not None:
         y *= tl.load(w_ptr + column, mask=column < n, other=0.0).to(tl.float32)
     g = g.to(tl.float32)
-    y *= g * tl.sigmoid(g)
+    y *= g * sigmoid(g, g_ptr.dtype.element_ty == tl.float32)
 
     to = (row.to(tl.int64) * n)[:, None] + column
     inside = (row < row_count)[:, None] & (column < n)
@@ -116,7 +116,7 @@ def _forward_wide_rows(
         y = x.to(tl.float32) * rstd
         if w_ptr is not None:
             y *= tl.load(w_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-        y *= g * tl.sigmoid(g)
+        y *= g * sigmoid(g, g_ptr.dtype.element_ty == tl.float32)
         tl.store(y_row + at, y.to(y_ptr.dtype.element_ty), mask=at < n)
 
 
@@ -141,7 +141,7 @@ def _backward_rows(
         # with eps = 0 a row past the end would bring 0 * inf = NaN into dw
         rstd = tl.where(row < row_count, rstd, 0.0)[:, None]  # [ROWS, 1]
         x *= rstd
-        sigma = tl.sigmoid(g)
+        sigma = sigmoid(g, g_ptr.dtype.element_ty == tl.float32)
         silu = g * sigma
         slope = sigma + silu * (1 - sigma)
         if partial_ptr is not None:
@@ -185,7 +185,7 @@ def _backward_wide_rows(
             if w_ptr is not None:
                 h *= tl.load(w_ptr + at, mask=at < n, other=0.0).to(tl.float32)
             squares += x * x
-            products += h * (g * tl.sigmoid(g)) * x
+            products += h * (g * sigmoid(g, g_ptr.dtype.element_ty == tl.float32)) * x
         rstd = tl.rsqrt(mean_of(tl.sum(squares, 0), n) + eps)
         mean = tl.sum(products, 0) * rstd / n
 
@@ -195,7 +195,7 @@ def _backward_wide_rows(
             dy = tl.load(dy_row + at, mask=at < n, other=0.0).to(tl.float32)
             x = tl.load(x_row + at, mask=at < n, other=0.0).to(tl.float32) * rstd
             g = tl.load(g_row + at, mask=at < n, other=0.0).to(tl.float32)
-            sigma = tl.sigmoid(g)
+            sigma = sigmoid(g, g_ptr.dtype.element_ty == tl.float32)
             silu = g * sigma
             slope = sigma + silu * (1 - sigma)
             if partial_ptr is not None:

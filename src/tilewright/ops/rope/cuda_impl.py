@@ -123,22 +123,17 @@ def _bind(
     names = TYPE_NAMES[dtype], TYPE_NAMES[cos.dtype]
     table = by_element and call.full_table, call.full_table
     wide = position_ids is not None and position_ids.dtype == torch.int64
+    positions = (position_ids, None) if wide else (None, position_ids)
     kernel = nvrtc.bind(
         SOURCE,
         instance("rope", *names, vec, reads, writes, *table, choice.heads),
         grid=(ceil(call.tokens, choice.tokens) * groups, 1, 1),
         block=choice.threads,
-        tensors=[
-            *(dtype, dtype, *heads, cos, sin),
-            position_ids if wide else None,
-            None if wide else position_ids,
-        ],
+        tensors=[dtype, dtype, *heads, cos, sin, *positions],
         scalars=[*map(_side, call.made, call.given), sizes],
         gpu=gpu,
     )
-    if position_ids is None:
-        return lambda *tensors: kernel(*tensors, None)
-    if wide:
+    if position_ids is None or wide:
         return lambda *tensors: kernel(*tensors, None)
     return lambda *tensors: kernel(*tensors[:-1], None, tensors[-1])
 

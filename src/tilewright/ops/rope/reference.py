@@ -93,7 +93,9 @@ def token_dim(layout: str) -> int:
 def _by_token(table: Tensor, position_ids: Tensor | None, tokens: int, layout: str) -> Tensor:
     """The table's rows of the tokens, with a dim of one head."""
     if position_ids is not None:
-        table = table[position_ids]
+        known = (position_ids >= 0) & (position_ids < len(table))
+        rows = table[position_ids.clamp(0, max(len(table) - 1, 0))]
+        table = rows.where(known.unsqueeze(-1), torch.nan)  # outside the table: NaN
     elif table.dim() == 4:
         table = table[:, 0]
     table = table[..., :tokens, :]

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS) swiglu(
     if (!inside(i)) continue;
     float y[VEC];
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) y[j] = silu(x[i][j]) * u[i][j];
+    for (int j = 0; j < VEC; ++j) y[j] = silu<T>(x[i][j]) * u[i][j];
     store<VEC>(out + i * place.stride, Pack<T, VEC>::of(y));
   }
 }
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS) swiglu_backward(
     float to_gate[VEC], to_up[VEC];
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-      const float sigma = sigmoid(x[i][j]), passed = x[i][j] * sigma;
+      const float sigma = sigmoid<T>(x[i][j]), passed = x[i][j] * sigma;
       to_up[j] = g[i][j] * passed;
       // from the inside out: the derivative is near 1 at most, and g * u alone might overflow
       to_gate[j] = g[i][j] * silu_slope(passed, sigma) * u[i][j];

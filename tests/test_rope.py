@@ -1,0 +1,808 @@
+"""rope against the models' own functions, and what verify does not ask of it.
+
+On a CPU the reference runs; with a GPU the kernels too. Triton's kernel also runs in the
+interpreter, in a process of its own: Triton asks when it is imported whether it shall interpret.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright
+from tilewright import checks
+from tilewright.errors import InputError
+
+SRC = Path(tilewright.__file__).parents[1]
+B, T, D = 2, 5, 32
+Q_HEADS, K_HEADS = 4, 2
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+
+BACKENDS = ["torch", *(["cuda", "triton"] if torch.cuda.is_available() else [])]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+STYLES = {"halves": False, "pairs": True, "to_halves": "to_halves"}
+styles = pytest.mark.parametrize("style", STYLES)
+PLACES = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3)}  # of (batch, tokens, heads, dim)
+layouts = pytest.mark.parametrize("layout", PLACES)
+
+
+def device_of(backend: str) -> str:
+    return "cpu" if backend == "torch" else "cuda"
+
+
+def projected(heads: int, dim: int = D, dtype: Any = torch.float32, device: str = "cpu") -> Tensor:
+    """(batch, heads, tokens, dim) as models make it: a projection, viewed and transposed."""
+    return torch.randn(B, T, heads, dim).to(dtype).to(device).transpose(1, 2)
+
+
+def q_and_k(backend: str = "torch", dtype: Any = torch.float32) -> Pair:
+    device = device_of(backend)
+    return projected(Q_HEADS, dtype=dtype, device=device), projected(
+        K_HEADS, dtype=dtype, device=device
+    )
+
+
+def tables(*leading: int, width: int = D // 2, device: str = "cpu") -> Pair:
+    """Of pairs, in float32."""
+    angle = 3 * torch.randn(*leading, width)
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def full(table: Tensor, style: str = "halves") -> Tensor:
+    """An entry for each element of the result."""
+    if style == "pairs":
+        return table.repeat_interleave(2, -1)
+    return torch.cat((table, table), -1)
+
+
+def grads_of(outputs: Any, leaves: Any, upstream: Any) -> tuple[Any, ...]:
+    return torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+
+
+def formula(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """Written from the definition once more: x cos + (the other of its pair, signed) sin."""
+    half = x.shape[-1] // 2
+    if style == "to_halves":
+        x = x.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
+    if style == "pairs":
+        other = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+    else:
+        other = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + other * sin
+
+
+# --- the models' own functions -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    module: str  # under transformers.models
+    config: str
+    rotary: str  # the class that makes the tables
+    function: str = "apply_rotary_pos_emb"
+    interleaved: bool | str = False
+    options: tuple[tuple[str, Any], ...] = ()
+    k_heads: int = K_HEADS
+    dim: int = D
+    rotary_dim: int = D
+
+
+MODELS = {
+    "llama": Model("llama.modeling_llama", "LlamaConfig", "LlamaRotaryEmbedding"),
+    "qwen2": Model("qwen2.modeling_qwen2", "Qwen2Config", "Qwen2RotaryEmbedding"),
+    "phi3": Model(
+        "phi3.modeling_phi3", "Phi3Config", "Phi3RotaryEmbedding",
+        options=(("partial_rotary_factor", 0.75), ("pad_token_id", None)), rotary_dim=24,
+    ),
+    "gpt_neox": Model(
+        "gpt_neox.modeling_gpt_neox", "GPTNeoXConfig", "GPTNeoXRotaryEmbedding",
+        options=(("rotary_pct", 0.25),), k_heads=Q_HEADS, rotary_dim=8,
+    ),
+    "deepseek_v3": Model(
+        "deepseek_v3.modeling_deepseek_v3", "DeepseekV3Config", "DeepseekV3RotaryEmbedding",
+        options=(("qk_rope_head_dim", 16),), k_heads=1, dim=16, rotary_dim=16,
+    ),
+    "deepseek_v3 interleave": Model(
+        "deepseek_v3.modeling_deepseek_v3", "DeepseekV3Config", "DeepseekV3RotaryEmbedding",
+        "apply_rotary_pos_emb_interleave", "to_halves",
+        (("qk_rope_head_dim", 16),), k_heads=1, dim=16, rotary_dim=16,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of a model's function, what it gives in float64, and how far from it we may be."""
+
+    tensors: tuple[Tensor, ...]  # q, k, cos, sin
+    upstream: Pair
+    options: dict[str, Any]
+    wanted: tuple[Tensor, ...]  # q', k' and the gradients of q and k
+    bounds: tuple[Tensor, ...]
+
+    def hold(self, got: Any) -> None:
+        width = self.options["rotary_dim"]
+        sources = (*self.tensors[:2], *self.upstream)
+        for mine, theirs, bound, source in zip(got, self.wanted, self.bounds, sources, strict=True):
+            mine = mine.cpu()
+            assert mine.dtype == source.dtype
+            error = (mine.double() - theirs).abs()
+            assert (error <= bound).all(), (error / bound).max()
+            assert torch.equal(mine[..., width:], source[..., width:])  # passed through, bit by bit
+
+
+def example(model: Model, dtype: torch.dtype) -> Example:
+    module = importlib.import_module(f"transformers.models.{model.module}")
+    config = getattr(module, model.config)(
+        hidden_size=Q_HEADS * model.dim, num_attention_heads=Q_HEADS, **dict(model.options)
+    )
+    q, k = projected(Q_HEADS, model.dim, dtype), projected(model.k_heads, model.dim, dtype)
+    positions = torch.arange(T) + torch.tensor([[0], [700]])
+    cos, sin = getattr(module, model.rotary)(config)(q, positions)
+    assert cos.shape == (B, T, model.rotary_dim)
+    assert cos.dtype == dtype
+    upstream = torch.randn(q.shape).to(dtype), torch.randn(k.shape).to(dtype)
+    function = getattr(module, model.function)
+
+    def theirs(cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.double().requires_grad_() for x in (q, k)]
+        outputs = function(*leaves, cos.double(), sin.double())
+        grads = torch.autograd.grad(outputs, leaves, [g.double() for g in upstream])
+        return (*(o.detach() for o in outputs), *grads)
+
+    wanted = theirs(cos, sin)
+    # it is linear in the tables, so these are the two products that every element is a sum of
+    products = zip(theirs(cos, 0 * sin), theirs(0 * cos, sin), strict=True)
+    unit, tiny = torch.finfo(dtype).eps / 2, torch.finfo(dtype).tiny
+    bounds = tuple(
+        unit * y.abs() + 2 * 2.0**-24 * (a.abs() + b.abs()) + tiny
+        for y, (a, b) in zip(wanted, products, strict=True)
+    )
+    options = {"interleaved": model.interleaved, "rotary_dim": model.rotary_dim}
+    return Example((q, k, cos, sin), upstream, options, wanted, bounds)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_within_one_rounding_of_the_models_own(name: str, dtype: torch.dtype, backend: str) -> None:
+    given = example(MODELS[name], dtype)
+    q, k, cos, sin = (t.to(device_of(backend)) for t in given.tensors)
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    outputs = tilewright.rope(q, k, cos, sin, backend=backend, **given.options)
+    grads = grads_of(outputs, leaves, [g.to(q.device) for g in given.upstream])
+    given.hold((*(o.detach() for o in outputs), *grads))
+
+
+IN_THE_INTERPRETER = """
+import sys, torch, tilewright
+made = []
+for (q, k, cos, sin), upstream, options in torch.load(sys.argv[1]):
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    outputs = tilewright.rope(q, k, cos, sin, backend="triton", **options)
+    grads = torch.autograd.grad(outputs, leaves, upstream) if upstream else ()
+    made.append([*(o.detach() for o in outputs), *grads])
+torch.save(made, sys.argv[2])
+"""
+
+
+def interpreted(calls: list[Any], folder: Path) -> list[list[Tensor]]:
+    """Results and gradients of Triton's kernel for (tensors, upstream, options) each."""
+    given, made = folder / "calls.pt", folder / "made.pt"
+    torch.save(calls, given)
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THE_INTERPRETER, str(given), str(made)],
+        env={**environment, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(made)  # type: ignore[no-any-return]
+
+
+def test_the_kernel_is_within_one_rounding_of_the_models_own(tmp_path: Path) -> None:
+    """Not in bfloat16: there the interpreter truncates where a GPU rounds."""
+    examples = [example(m, d) for m in MODELS.values() for d in (torch.float32, torch.float16)]
+    calls = [(e.tensors, e.upstream, e.options) for e in examples]
+    for given, got in zip(examples, interpreted(calls, tmp_path), strict=True):
+        given.hold(got)
+
+
+# --- tables and positions ------------------------------------------------------------------------
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("size", [(T,), (1, T), (B, T)], ids=str)
+def test_positions_name_rows_of_the_tables(
+    size: tuple[int, ...], dtype: torch.dtype, backend: str
+) -> None:
+    q, k = q_and_k(backend)
+    cos, sin = tables(11, device=q.device.type)
+    ids = torch.randint(0, 11, size).to(dtype).to(q.device)
+    rows = ids.long().expand(B, T)
+    wanted = tilewright.rope(q, k, cos[rows], sin[rows], backend=backend)
+    got = tilewright.rope(q, k, cos, sin, position_ids=ids, backend=backend)
+    assert all(map(torch.equal, got, wanted))
+
+
+@backends
+@pytest.mark.parametrize("rows", [T, T + 4], ids=["as many rows", "more rows"])
+@styles
+def test_tables_of_every_shape_and_width_agree(style: str, rows: int, backend: str) -> None:
+    q, k = q_and_k(backend)
+    half = tables(rows, device=q.device.type)
+    options = {"interleaved": STYLES[style], "backend": backend}
+    wanted = tilewright.rope(q, k, *half, **options)
+    for width in (half, tuple(full(t, style) for t in half)):
+        for size in ((rows,), (1, rows), (B, rows), (B, 1, rows), (1, 1, rows)):
+            laid = [t.expand(*size, t.shape[-1]) for t in width]
+            got = tilewright.rope(q, k, *laid, **options)
+            assert all(map(torch.equal, got, wanted)), (width[0].shape, size)
+
+
+@backends
+def test_pairs_are_a_complex_multiplication(backend: str) -> None:
+    q, k = q_and_k(backend)
+    cos, sin = tables(T, device=q.device.type)
+    turn = torch.complex(cos.double(), sin.double())
+    got = tilewright.rope(q, k, cos, sin, interleaved=True, backend=backend)
+    for x, y in zip((q, k), got, strict=True):
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (D // 2, 2)))
+        wanted = torch.view_as_real(pairs * turn).flatten(-2)
+        torch.testing.assert_close(y.double(), wanted, rtol=2e-6, atol=2e-6)
+
+
+@backends
+@styles
+def test_packed_sequences_are_turned_as_each_alone(style: str, backend: str) -> None:
+    lengths, device = (3, 1, 4), device_of(backend)
+    q, k = (torch.randn(sum(lengths), heads, D, device=device) for heads in (Q_HEADS, K_HEADS))
+    cos, sin = tables(4, device=device)
+    ids = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    options = {"interleaved": STYLES[style], "backend": backend}
+    got = tilewright.rope(q, k, cos, sin, position_ids=ids, layout="thd", **options)
+    start = 0
+    for n in lengths:
+        alone = [x[None, start : start + n] for x in (q, k)]
+        wanted = tilewright.rope(*alone, cos, sin, layout="bshd", **options)
+        for whole, part in zip(got, wanted, strict=True):
+            assert torch.equal(whole[start : start + n], part[0])
+        start += n
+
+
+@backends
+@styles
+def test_the_backward_of_a_rotation_is_its_inverse(style: str, backend: str) -> None:
+    leaves = [x.requires_grad_() for x in q_and_k(backend)]
+    cos, sin = tables(T, device=leaves[0].device.type)
+    outputs = tilewright.rope(*leaves, cos, sin, interleaved=STYLES[style], backend=backend)
+    grads = grads_of(outputs, leaves, [o.detach() for o in outputs])
+    for x, back in zip(leaves, grads, strict=True):
+        torch.testing.assert_close(back, x.detach(), rtol=1e-5, atol=1e-5)
+
+
+@backends
+@styles
+def test_full_tables_may_give_the_elements_of_a_pair_two_angles(style: str, backend: str) -> None:
+    """Entry by entry, as the models' functions take them; then the backward is no inverse."""
+    leaves = [x.requires_grad_() for x in q_and_k(backend)]
+    cos, sin = (torch.randn(T, D, device=leaves[0].device) for _ in "cs")
+    upstream = [torch.randn_like(x) for x in leaves]
+    outputs = tilewright.rope(*leaves, cos, sin, interleaved=STYLES[style], backend=backend)
+    grads = grads_of(outputs, leaves, upstream)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = [formula(x, cos.double(), sin.double(), style) for x in wide]
+    wanted_grads = grads_of(wanted, wide, [g.double() for g in upstream])
+    for got, theirs in zip((*outputs, *grads), (*wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(got.double(), theirs, rtol=2e-6, atol=2e-6)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_float32_table_is_not_rounded(dtype: torch.dtype, backend: str) -> None:
+    q, k = q_and_k(backend, dtype)
+    cos, sin = tables(T, device=q.device.type)
+    got = tilewright.rope(q, k, cos, sin, backend=backend)
+    for x, y in zip((q, k), got, strict=True):
+        wanted = formula(x.double(), full(cos).double(), full(sin).double(), "halves")
+        assert y.dtype == dtype
+        unit = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(y.double(), wanted, rtol=unit, atol=2e-6)
+
+
+# --- positions outside the tables ----------------------------------------------------------------
+
+
+def outside(ids: list[int], rows: int = 6) -> Callable[[], Any]:
+    q, k = q_and_k()
+    cos, sin = tables(rows)
+    return lambda: tilewright.rope(q, k, cos, sin, position_ids=torch.tensor(ids))
+
+
+def test_the_reference_gives_nan_where_kernels_do() -> None:
+    for ids in ([0, 1, 6, 2, 3], [0, 1, -1, 2, 3]):
+        for turned in outside(ids)():
+            wrong = turned.isnan()
+            assert wrong[..., 2, :].all() and int(wrong.sum()) == wrong[..., 2, :].numel()
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [([0, 1, 6, 2, 3], "0 to 6"), ([0, 1, -1, 2, 3], "-1 to 3"), ([9, -7, 0, 0, 0], "-7 to 9")],
+)
+def test_debug_names_the_positions(ids: list[int], got: str) -> None:
+    with tilewright.debug(), pytest.raises(InputError, match=rf"position_ids.* {got}.*6 rows"):
+        outside(ids)()
+
+
+def test_debug_checks_the_arguments_first() -> None:
+    q, k = q_and_k()
+    cos, sin = tables(6)
+    with tilewright.debug(), pytest.raises(InputError, match=r"position_ids has shape \(3,\)"):
+        tilewright.rope(q, k, cos, sin, position_ids=torch.tensor([0, 9, 1]))
+
+
+def test_debug_lets_right_positions_pass() -> None:
+    call = outside([0, 5, 3, 2, 1])
+    wanted = call()
+    with tilewright.debug():
+        assert all(map(torch.equal, call(), wanted))
+        none = torch.empty(0, 2, 3, 8), torch.empty(0, 2, 3, 8), *tables(6, width=4)
+        ids = torch.empty(0, 3, dtype=torch.int64)
+        assert tilewright.rope(*none, position_ids=ids)[0].shape == (0, 2, 3, 8)
+
+
+def test_nothing_is_read_back_outside_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    aminmax = torch.aminmax
+    monkeypatch.setattr(torch, "aminmax", lambda x: seen.append(x) or aminmax(x))
+    call, without = outside([0, 1, 2, 3, 4]), (*q_and_k(), *tables(T))
+    call()
+    assert not seen
+    with tilewright.debug():
+        tilewright.rope(*without)
+        assert not seen
+        call()
+    assert len(seen) == 1
+    call()
+    assert len(seen) == 1
+
+
+def test_debug_nests_ends_with_its_block_and_is_each_threads_own() -> None:
+    wrong = outside([-1, 0, 0, 0, 0])
+    found: list[Any] = []
+    with tilewright.debug():
+        with tilewright.debug():
+            pass
+        with pytest.raises(InputError):
+            wrong()
+        thread = threading.Thread(target=lambda: found.append(wrong()))
+        thread.start()
+        thread.join()
+    assert len(found) == 1  # served
+    with pytest.raises(ZeroDivisionError), tilewright.debug():
+        1 / 0  # noqa: B018
+    wrong()
+
+
+def test_debug_holds_in_place_too_and_changes_nothing() -> None:
+    q, k = q_and_k()
+    before = q.clone(), k.clone()
+    with tilewright.debug(), pytest.raises(InputError, match="position_ids"):
+        ids = torch.full((T,), 7)
+        tilewright.rope(q, k, *tables(6), position_ids=ids, inplace=True)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+
+
+def test_the_kernel_gives_nan_for_such_tokens_and_nothing_else_changes(tmp_path: Path) -> None:
+    q, k = q_and_k()
+    rows, width = 6, 24  # of 32 elements: what is not turned must pass
+    right = torch.tensor([[0, 1, 5, 2, 3], [4, 5, 0, 1, 2]])
+    wrong = torch.tensor([[0, 6, 5, -1, 3], [2**40, 5, 0, 1, -(2**31)]])
+    calls = []
+    for style in STYLES.values():
+        for table in (tables(rows, width=width), tables(rows, width=width // 2)):
+            options = {"interleaved": style, "rotary_dim": width}
+            calls += [
+                ((q, k, *table), None, {**options, "position_ids": i}) for i in (right, wrong)
+            ]
+    made = interpreted(calls, tmp_path)
+    bad = (right != wrong)[:, None, :, None].expand(B, 1, T, width)
+    for clean, dirty in zip(made[0::2], made[1::2], strict=True):
+        for before, after in zip(clean, dirty, strict=True):
+            assert not before.isnan().any()
+            expected = before.clone()
+            expected[..., :width].masked_fill_(bad, float("nan"))
+            assert torch.equal(after.isnan(), expected.isnan())
+            assert torch.equal(after.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+# --- in place ------------------------------------------------------------------------------------
+
+
+@backends
+@layouts
+@styles
+def test_in_place_returns_its_arguments_with_new_versions(
+    style: str, layout: str, backend: str
+) -> None:
+    x = [t.permute(0, 2, 1, 3) for t in q_and_k(backend)]  # (batch, tokens, heads, dim)
+    q, k = (t.permute(PLACES[layout]) for t in x)
+    cos, sin = tables(T, width=8, device=q.device.type)
+    options = {"interleaved": STYLES[style], "rotary_dim": 16, "layout": layout}
+    wanted = tilewright.rope(q, k, cos, sin, backend=backend, **options)
+    versions = q._version, k._version
+    got = tilewright.rope(q, k, cos, sin, inplace=True, backend=backend, **options)
+    assert got[0] is q
+    assert got[1] is k
+    assert q._version > versions[0]
+    assert k._version > versions[1]
+    assert torch.equal(q, wanted[0])
+    assert torch.equal(k, wanted[1])
+
+
+def fused(kind: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A projection, and q, k and v as views of it: (batch, tokens, heads, dim)."""
+    if kind == "by head":  # as GPT-NeoX has it: q, k and v of a head are neighbours
+        whole = torch.randn(B, T, Q_HEADS, 3 * D, device=device)
+        return whole, *whole.chunk(3, -1)
+    heads = [Q_HEADS, K_HEADS, K_HEADS]
+    whole = torch.randn(B, T, sum(heads) * D, device=device)
+    return whole, *(p.unflatten(-1, (-1, D)) for p in whole.split([n * D for n in heads], -1))
+
+
+@backends
+@pytest.mark.parametrize("kind", ["side by side", "by head"])
+@layouts
+@styles
+def test_q_and_k_may_be_views_of_one_projection(
+    style: str, layout: str, kind: str, backend: str
+) -> None:
+    whole, q, k, v = fused(kind, device_of(backend))
+    q, k = (x.permute(PLACES[layout]) for x in (q, k))
+    before = v.clone()
+    cos, sin = tables(T, device=q.device.type)
+    options = {"interleaved": STYLES[style], "layout": layout, "backend": backend}
+    wanted = tilewright.rope(q, k, cos, sin, **options)
+    tilewright.rope(q, k, cos, sin, inplace=True, **options)
+    assert torch.equal(q, wanted[0])
+    assert torch.equal(k, wanted[1])
+    assert torch.equal(v, before)
+    assert q.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@layouts
+def test_projections_of_one_sequence_and_one_token_too(layout: str) -> None:
+    """Dims of one: their strides say nothing, and q and k do not repeat."""
+    for batch, tokens in ((1, 1), (1, 3), (3, 1)):
+        whole = torch.randn(batch, tokens, 3 * D)
+        q, k, v = (x[:, :, None].permute(PLACES[layout]) for x in whole.split(D, -1))
+        before = v.clone()
+        wanted = tilewright.rope(q, k, *tables(tokens), layout=layout)[0].shape
+        assert tilewright.rope(q, k, *tables(tokens), layout=layout, inplace=True)[0] is q
+        assert q.shape == wanted
+        assert torch.equal(v, before)
+
+
+with torch.inference_mode():
+    INFERENCE = torch.ones(B, T, Q_HEADS, D).transpose(1, 2)
+ROOM = torch.ones(B, Q_HEADS, T, D + 4)
+
+REFUSED: dict[str, tuple[Callable[[], Pair], tuple[str, ...]]] = {
+    "q requires grad": (
+        lambda: (projected(4).requires_grad_(), projected(2)),
+        ("q requires grad", "inplace=False"),
+    ),
+    "k requires grad": (
+        lambda: (projected(4), projected(2).requires_grad_()),
+        ("k requires grad", "k.detach()"),
+    ),
+    "an inference tensor": (
+        lambda: (projected(4), INFERENCE),
+        ("k is an inference tensor", "k.clone()"),
+    ),
+    "q expanded": (
+        lambda: (torch.ones(B, 1, T, D).expand(B, 3, T, D), projected(2)),
+        ("q may overlap itself", "inplace=False"),
+    ),
+    "k expanded": (
+        lambda: (projected(4), torch.ones(1, 2, T, D).expand(B, 2, T, D)),
+        ("k may overlap itself", "inplace=False"),
+    ),
+    "the same tensor": (
+        lambda: (INFERENCE.clone(),) * 2,
+        ("q shares memory with k", "inplace=False"),
+    ),
+    "the same memory": (
+        lambda: (ROOM[..., :D], ROOM[..., :D]),
+        ("q shares memory with k", "inplace=False"),
+    ),
+    "views that overlap in part": (
+        lambda: (ROOM[..., :D], ROOM[..., 4:]),
+        ("q shares memory with k", "inplace=False"),
+    ),
+    "heads in common": (
+        lambda: (ROOM[:, :3, :, :D], ROOM[:, 2:, :, :D]),
+        ("q shares memory with k", "inplace=False"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_written_in_place_is_refused_and_left_alone(name: str) -> None:
+    make, says = REFUSED[name]
+    q, k = make()
+    before = q.detach().clone(), k.detach().clone()
+    with pytest.raises(InputError) as caught:
+        tilewright.rope(q, k, *tables(T), inplace=True)
+    assert all(word in str(caught.value) for word in ("rope", *says)), caught.value
+    assert torch.equal(q.detach(), before[0])
+    assert torch.equal(k.detach(), before[1])
+
+
+def test_in_place_where_nothing_is_differentiated() -> None:
+    leaf, k = torch.randn(B, 2, T, D, requires_grad=True), projected(2)
+    cos, sin = tables(T)
+    wanted = formula(leaf.detach(), full(cos), full(sin), "halves")
+    with torch.no_grad():
+        tilewright.rope(leaf, k, cos, sin, inplace=True)
+    torch.testing.assert_close(leaf.detach(), wanted)
+    with torch.inference_mode():
+        made_here, ordinary = torch.randn(B, 2, T, D), projected(2)
+        wanted = formula(made_here, full(cos), full(sin), "halves")
+        assert tilewright.rope(made_here, k, cos, sin, inplace=True)[0] is made_here
+        torch.testing.assert_close(made_here, wanted)
+        assert not ordinary.requires_grad
+
+
+def test_in_place_on_what_another_backward_saved_raises() -> None:
+    for place in (0, 1):
+        x, w = [projected(2), projected(2)], torch.randn(D, requires_grad=True)
+        loss = (w * x[place]).sum()
+        tilewright.rope(*x, *tables(T), inplace=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(f, backend="aot_eager", fullgraph=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("with_positions", [False, True], ids=["in order", "positions"])
+@styles
+def test_compiled_in_one_graph(style: str, with_positions: bool) -> None:
+    ids = torch.tensor([3, 1, 0, 6, 2]) if with_positions else None
+    cos, sin = tables(7)
+
+    def step(q: Tensor, k: Tensor) -> Any:
+        options = {"interleaved": STYLES[style], "rotary_dim": D}
+        return tilewright.rope(q * 2, k, cos, sin, position_ids=ids, **options)
+
+    leaves = [x.requires_grad_() for x in q_and_k()]
+    upstream = [torch.randn_like(x) for x in leaves]
+    wanted, got = step(*leaves), compiled(step)(*leaves)
+    for e, g in zip(wanted, got, strict=True):
+        assert e.stride() == g.stride()
+        assert torch.equal(e, g)
+    for e, g in zip(*(grads_of(o, leaves, upstream) for o in (wanted, got)), strict=True):
+        assert torch.equal(e, g)
+
+
+def test_a_graph_reads_nothing_back_in_debug_either() -> None:
+    wrong = compiled(outside([-1, 0, 0, 0, 0]))
+    with tilewright.debug():
+        wrong()
+
+
+@styles
+def test_compiled_in_place_changes_the_callers_tensors(style: str) -> None:
+    cos, sin = tables(T)
+    options = {"interleaved": STYLES[style]}
+    _, q, k, v = fused("side by side", "cpu")
+    before = v.clone()
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    wanted = tilewright.rope(q, k, cos, sin, **options)
+    got = compiled(lambda q, k: tilewright.rope(q, k, cos, sin, inplace=True, **options))(q, k)
+    for x, y, given in zip(wanted, got, (q, k), strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, given)
+    assert torch.equal(v, before)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_exported_for_any_number_of_tokens(strict: bool) -> None:
+    class Turn(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, ids: Tensor) -> Any:
+            return tilewright.rope(q, k, cos, sin, position_ids=ids)
+
+    def args(tokens: int) -> tuple[Tensor, ...]:
+        q, k = (torch.randn(B, heads, tokens, D) for heads in (Q_HEADS, K_HEADS))
+        return q, k, *tables(40), torch.randint(0, 40, (tokens,))
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    dims = ({2: tokens}, {2: tokens}, None, None, {0: tokens})
+    program = torch.export.export(Turn(), args(5), dynamic_shapes=dims, strict=strict)
+    given = args(17)
+    assert all(map(torch.equal, program.module()(*given), Turn()(*given)))
+
+
+@pytest.mark.parametrize("table", ["full", "half"])
+@styles
+def test_opcheck_of_options(style: str, table: str) -> None:
+    cos, sin = tables(9, width=16 if table == "full" else 8)
+    options = torch.tensor([8, 0, 3, 3, 1]), style, 16, "bhsd"
+    leaves = [x.requires_grad_() for x in q_and_k()]
+    torch.library.opcheck(torch.ops.tilewright.rope.default, (*leaves, cos, sin, *options))
+    # gradients as they come: of the one in another order, of the other expanded from a sum
+    grads = leaves[0].detach().contiguous(), torch.ones(()).expand(leaves[1].shape)
+    torch.library.opcheck(torch.ops.tilewright.rope_backward.default, (*grads, cos, sin, *options))
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@backends
+@pytest.mark.parametrize("asks", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("used", ["q", "k", "both"])
+def test_gradients_where_a_result_is_not_used(used: str, asks: Any, backend: str) -> None:
+    given = [x.detach().requires_grad_(a) for x, a in zip(q_and_k(backend), asks, strict=True)]
+    cos, sin = tables(T, device=given[0].device.type)
+    upstream = [torch.randn_like(x) for x in given]
+    leaves = [x for x in given if x.requires_grad]
+    places = {"q": [0], "k": [1], "both": [0, 1]}[used]
+
+    def grads(outputs: Any) -> tuple[Any, ...]:
+        loss = sum((outputs[i] * upstream[i]).sum() for i in places)
+        return grads_of(loss, leaves, None)
+
+    def theirs() -> list[Tensor]:
+        return [formula(x, full(cos), full(sin), "halves") for x in given]
+
+    if not any(asks[i] for i in places):  # ours is one node, which needs a gradient as a whole
+        (got,) = grads(tilewright.rope(*given, cos, sin, backend=backend))
+        assert got is None or not got.any()
+        return
+    wanted = grads(theirs())
+    for g, w in zip(grads(tilewright.rope(*given, cos, sin, backend=backend)), wanted, strict=True):
+        if w is None:  # torch says "unused"; ours may say zero
+            assert g is None or not g.any()
+        else:
+            torch.testing.assert_close(g, w)
+
+
+def test_gradcheck_of_every_style() -> None:
+    leaves = [x[:, :1].double().requires_grad_() for x in q_and_k()]
+    cos, sin = (torch.randn(T, 24, dtype=torch.float64) for _ in "cs")
+    for style in STYLES.values():
+        call = lambda q, k, s=style: tilewright.rope(  # noqa: E731
+            q, k, cos, sin, interleaved=s, rotary_dim=24
+        )
+        assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+# --- where results lie ---------------------------------------------------------------------------
+
+
+@backends
+def test_results_lie_in_memory_as_q_and_k_do(backend: str) -> None:
+    q = projected(Q_HEADS, device=device_of(backend))  # tokens before heads in memory
+    k = projected(K_HEADS, device=device_of(backend)).contiguous()  # heads before tokens
+    cos, sin = tables(T, device=q.device.type)
+    new_q, new_k = tilewright.rope(q, k, cos, sin, backend=backend)
+    assert new_q.stride() == q.stride()
+    assert new_q.transpose(1, 2).is_contiguous()
+    assert new_k.is_contiguous()
+
+    part = projected(Q_HEADS + 3, device=device_of(backend))[:, 2 : 2 + Q_HEADS]  # of a projection
+    new_q, _ = tilewright.rope(part, k, cos, sin, backend=backend)
+    assert new_q.transpose(1, 2).is_contiguous()  # dense, in the same order
+
+
+@backends
+def test_results_are_contiguous_where_heads_are_not(backend: str) -> None:
+    q, k = (
+        torch.randn(B, T, D, heads, device=device_of(backend)).permute(0, 3, 1, 2)
+        for heads in (Q_HEADS, K_HEADS)
+    )
+    cos, sin = tables(T, device=q.device.type)
+    got = tilewright.rope(q, k, cos, sin, backend=backend)
+    dense = tilewright.rope(q.contiguous(), k.contiguous(), cos, sin, backend=backend)
+    for y, wanted in zip(got, dense, strict=True):
+        assert y.is_contiguous()
+        assert torch.equal(y, wanted)
+
+
+# --- checks.apart --------------------------------------------------------------------------------
+
+
+def places_of(t: Tensor) -> set[int]:
+    """The elements of the storage that a view reaches."""
+    whole = torch.arange(t.untyped_storage().nbytes() // t.element_size())
+    return set(whole.as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist())
+
+
+def are_apart(a: Tensor, b: Tensor) -> bool:
+    try:
+        checks.apart("rope", "q", a, "k", b)
+    except InputError:
+        return False
+    return True
+
+
+R = torch.empty(2, 6, 8, 10)
+
+APART = {
+    "two tensors": (R, torch.empty(2, 6, 8, 10)),
+    "one behind the other": (R[0], R[1]),
+    "parts of a token": (R[..., :4], R[..., 4:8]),
+    "parts of a token, transposed": (R[..., :4].transpose(1, 2), R[..., 4:8].transpose(1, 2)),
+    "heads of a token": (R[:, :, :3], R[:, :, 3:5]),
+    "every other": (R[..., 0::2], R[..., 1::2]),
+    "a token each": (R[:, 0:1, :3], R[:, 0:1, 3:]),
+    "one element each": (R[0, 0, 0, :1], R[0, 0, 0, 1:2]),
+    "nothing": (R[:, :0], R),
+}
+TOGETHER = {
+    "itself": (R, R),
+    "a part": (R, R[0, 0]),
+    "the last element": (R[0, 0, 0, :4], R[0, 0, 0, 3:]),
+    "columns": (R[..., :5], R[..., 4:]),
+    "heads": (R[:, :, :5], R[:, :, 4:]),
+    "another order": (R.transpose(1, 2), R),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_tensors_that_are_apart(name: str) -> None:
+    for a, b in (APART[name], APART[name][::-1]):
+        assert are_apart(a, b)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_tensors_that_share_memory(name: str) -> None:
+    for a, b in (TOGETHER[name], TOGETHER[name][::-1]):
+        assert not are_apart(a, b)
+
+
+def test_tensors_without_memory_are_apart() -> None:
+    x = torch.empty(2, 3, device="meta")
+    assert are_apart(x, x)
+
+
+def test_what_is_called_apart_is_apart_whatever_the_strides() -> None:
+    """The other way it may err: views that lie among each other in a way nobody slices."""
+    rng = torch.Generator().manual_seed(0)
+    room, found = torch.empty(400), {True: 0, False: 0}
+
+    def view() -> Tensor:
+        sizes, strides, start = (
+            torch.randint(low, high, (n,), generator=rng).tolist()
+            for low, high, n in ((1, 4, 3), (0, 25, 3), (0, 40, 1))
+        )
+        return room.as_strided(sizes, strides, start[0])
+
+    for _ in range(2000):
+        a, b = view(), view()
+        verdict = are_apart(a, b)
+        assert not (verdict and places_of(a) & places_of(b)), (a.shape, a.stride(), b.stride())
+        found[verdict] += 1
+    assert min(found.values()) > 100
