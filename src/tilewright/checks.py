@@ -137,6 +137,8 @@ def writable(op: str, name: str, value: torch.Tensor) -> None:
     if torch.is_grad_enabled() and value.requires_grad:
         wants = "need no gradient to be written in place"
         raise InputError(sentence(op, name, "requires grad", wants, fix))
+    if torch.compiler.is_compiling():
+        return
     if value.is_inference() and not torch.is_inference_mode_enabled():
         wants = "be an ordinary one to be written in place here"
         fix = f"Pass inplace=False, or {name}.clone()."
