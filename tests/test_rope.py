@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+import short_way
 import tilewright
 from tilewright import checks
 from tilewright.errors import InputError
+from tilewright.ops.rope import op
 
 SRC = Path(tilewright.__file__).parents[1]
 B, T, D = 2, 5, 32
@@ -492,9 +494,11 @@ def test_projections_of_one_sequence_and_one_token_too(layout: str) -> None:
         whole = torch.randn(batch, tokens, 3 * D)
         q, k, v = (x[:, :, None].permute(PLACES[layout]) for x in whole.split(D, -1))
         before = v.clone()
-        wanted = tilewright.rope(q, k, *tables(tokens), layout=layout)[0].shape
-        assert tilewright.rope(q, k, *tables(tokens), layout=layout, inplace=True)[0] is q
-        assert q.shape == wanted
+        given = tables(tokens)
+        wanted = tilewright.rope(q, k, *given, layout=layout)
+        assert tilewright.rope(q, k, *given, layout=layout, inplace=True)[0] is q
+        assert torch.equal(q, wanted[0])
+        assert torch.equal(k, wanted[1])
         assert torch.equal(v, before)
 
 
@@ -525,19 +529,19 @@ REFUSED: dict[str, tuple[Callable[[], Pair], tuple[str, ...]]] = {
     ),
     "the same tensor": (
         lambda: (INFERENCE.clone(),) * 2,
-        ("q shares memory with k", "inplace=False"),
+        ("q may share memory with k", "inplace=False"),
     ),
     "the same memory": (
         lambda: (ROOM[..., :D], ROOM[..., :D]),
-        ("q shares memory with k", "inplace=False"),
+        ("q may share memory with k", "inplace=False"),
     ),
     "views that overlap in part": (
         lambda: (ROOM[..., :D], ROOM[..., 4:]),
-        ("q shares memory with k", "inplace=False"),
+        ("q may share memory with k", "inplace=False"),
     ),
     "heads in common": (
         lambda: (ROOM[:, :3, :, :D], ROOM[:, 2:, :, :D]),
-        ("q shares memory with k", "inplace=False"),
+        ("q may share memory with k", "inplace=False"),
     ),
 }
 
@@ -562,11 +566,11 @@ def test_in_place_where_nothing_is_differentiated() -> None:
         tilewright.rope(leaf, k, cos, sin, inplace=True)
     torch.testing.assert_close(leaf.detach(), wanted)
     with torch.inference_mode():
-        made_here, ordinary = torch.randn(B, 2, T, D), projected(2)
-        wanted = formula(made_here, full(cos), full(sin), "halves")
+        made_here = torch.randn(B, 2, T, D)
+        wanted = [formula(x, full(cos), full(sin), "halves") for x in (made_here, k)]
         assert tilewright.rope(made_here, k, cos, sin, inplace=True)[0] is made_here
-        torch.testing.assert_close(made_here, wanted)
-        assert not ordinary.requires_grad
+        torch.testing.assert_close(made_here, wanted[0])
+        torch.testing.assert_close(k, wanted[1])  # an ordinary tensor
 
 
 def test_in_place_on_what_another_backward_saved_raises() -> None:
@@ -609,7 +613,8 @@ def test_compiled_in_one_graph(style: str, with_positions: bool) -> None:
 def test_a_graph_reads_nothing_back_in_debug_either() -> None:
     wrong = compiled(outside([-1, 0, 0, 0, 0]))
     with tilewright.debug():
-        wrong()
+        q, _ = wrong()
+    assert q[..., 0, :].isnan().all() and not q[..., 1:, :].isnan().any()
 
 
 @styles
@@ -806,3 +811,38 @@ def test_what_is_called_apart_is_apart_whatever_the_strides() -> None:
         assert not (verdict and places_of(a) & places_of(b)), (a.shape, a.stride(), b.stride())
         found[verdict] += 1
     assert min(found.values()) > 100
+
+
+# --- what no plan knows ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rope as it is on a GPU once plans exist: around the dispatcher, and around its checks."""
+    for holder, name in (("_rope", "rope"), ("_rope_", "rope_")):
+        monkeypatch.setattr(op, holder, short_way.short_way(short_way.EVERY_OP[name], False))
+    q, k = q_and_k()
+    tilewright.rope(q, k, *tables(T))
+    tilewright.rope(q.clone(), k.clone(), *tables(T), inplace=True)
+
+
+def test_memory_that_is_shared_is_refused_on_every_call(warm: None) -> None:
+    q, _ = q_and_k()
+    cos, sin = tables(T)
+    tilewright.rope(q.clone(), q.clone(), cos, sin, inplace=True)
+    runs = short_way.PLAN_RUNS["rope_"]
+    with pytest.raises(InputError, match="q may share memory with k"):
+        tilewright.rope(q, q, cos, sin, inplace=True)
+    assert short_way.PLAN_RUNS["rope_"] == runs
+    room = torch.randn(B, 2, T, D)
+    with pytest.raises(InputError, match="q may share memory with cos"):
+        tilewright.rope(room, room.clone(), room[0, 0, :, : cos.shape[-1]], sin, inplace=True)
+
+
+def test_tables_that_require_grad_are_refused_on_every_call(warm: None) -> None:
+    q, k = q_and_k()
+    cos, sin = tables(T)
+    with pytest.raises(InputError, match="sin requires grad"):
+        tilewright.rope(q, k, cos, sin.clone().requires_grad_())
+    with torch.no_grad():
+        tilewright.rope(q, k, cos, sin.clone().requires_grad_())

@@ -22,8 +22,8 @@ def tensor(op: str, name: str, value: Any) -> None:
         )
 
 
-def floating(op: str, name: str, value: torch.Tensor) -> None:
-    """A dense tensor of floating-point numbers."""
+def dense(op: str, name: str, value: torch.Tensor) -> None:
+    """A tensor, neither nested nor sparse."""
     tensor(op, name, value)
     if value.is_nested:
         fix = f"Pad it: torch.nested.to_padded_tensor({name}, 0.0)."
@@ -32,6 +32,11 @@ def floating(op: str, name: str, value: torch.Tensor) -> None:
         layout = str(value.layout).removeprefix("torch.")
         fix = f"Convert it: {name}.to_dense()."
         raise InputError(sentence(op, name, f"is {layout}", "be a dense tensor", fix))
+
+
+def floating(op: str, name: str, value: torch.Tensor) -> None:
+    """A dense tensor of floating-point numbers."""
+    dense(op, name, value)
     if value.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise DTypeError(
             sentence(
@@ -155,15 +160,13 @@ def apart(op: str, name: str, value: torch.Tensor, other: str, there: torch.Tens
     distance = int(second.storage_offset() - first.storage_offset())
     if distance >= _extent(first) or _in_one_period(first, second, distance):
         return
-    raise InputError(
-        sentence(
-            op,
-            name,
-            f"shares memory with {other}",
-            f"have no element in common with {other} to be written in place",
-            f"Pass inplace=False, or {name}.clone().",
-        )
-    )
+    raise shared(op, name, other)
+
+
+def shared(op: str, name: str, other: str) -> InputError:
+    wants = f"have no element in common with {other} to be written in place"
+    fix = f"Pass inplace=False, or {name}.clone()."
+    return InputError(sentence(op, name, f"may share memory with {other}", wants, fix))
 
 
 def _extent(value: torch.Tensor, below: float = float("inf")) -> int:

@@ -13,7 +13,8 @@ _active: ContextVar[bool] = ContextVar("tilewright_debug", default=False)
 def debug() -> Iterator[None]:
     """Inside, ops also check what stands in index tensors: rope's positions against its tables.
 
-    Without it nothing on a GPU is read back, and a position outside the tables gives NaN.
+    Without it nothing on a GPU is read back, and a position outside the tables gives NaN. So it is
+    inside `torch.compile`d code and while a CUDA graph is captured, where nothing can be read.
 
     >>> import torch, tilewright
     >>> q, table, positions = torch.ones(1, 1, 2), torch.ones(4, 2), torch.tensor([9])

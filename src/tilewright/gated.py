@@ -62,6 +62,11 @@ def check_grad_packed(op: str, grad: Tensor, x: Tensor) -> None:
     checks.same_device(op, "grad", grad, "x", x)
 
 
+def wide(t: Tensor) -> Tensor:
+    """In the dtype that is computed in."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
 def halves(x: Tensor, order: str) -> tuple[Tensor, Tensor]:
     """(gate, up) of a packed tensor."""
     first, second = x.chunk(2, -1) if x.shape[-1] else (x, x)

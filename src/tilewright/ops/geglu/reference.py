@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tilewright.gated import halves, joined
-from tilewright.ops.swiglu.reference import wide
+from tilewright.gated import halves, joined, wide
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Tensor:

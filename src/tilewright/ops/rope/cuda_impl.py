@@ -45,7 +45,7 @@ def launch(call: rotary.Call, vec: int, *, in_place: bool = False) -> Launch | N
     """Four heads a thread, two without 16-byte loads; None: a block is too small for a head.
 
     Of two, four and eight heads, and of one to eight threads that share a token's unit, four and
-    one were the fastest from 160 MiB on, in both styles and both orders (H200, 2026-11).
+    one were within a percent of the fastest from 160 MiB on (H200, 2026-11).
     """
     units = call.rotary_dim // 2 // vec
     copied = 0 if in_place else ceil(call.rest, 2 * vec)

@@ -65,6 +65,10 @@ def rope(
     elif rotary_dim.__class__ is not int:
         rotary_dim = checks.index("rope", "rotary_dim", rotary_dim, "Pass an int.")
     # Dynamo cannot trace a ContextVar, and a graph reads nothing back
+    for name, table in (("cos", cos), ("sin", sin)):
+        if getattr(table, "requires_grad", False) and torch.is_grad_enabled():
+            got, wants = "requires grad", "be a constant: rope has no gradient for its tables"
+            raise InputError(sentence("rope", name, got, wants, f"Pass {name}.detach()."))
     if position_ids is not None and not torch.compiler.is_compiling() and debugging.active():
         check(q, k, cos, sin, position_ids, style, rotary_dim, layout)
         _check_positions(position_ids, cos)
@@ -73,14 +77,19 @@ def rope(
 
 
 def _in_place(q: Tensor, k: Tensor, cos: Any, sin: Any, ids: Any, rest: Args) -> Any:
-    if torch.compiler.is_compiling():  # which knows how to functionalise copy_
-        for name, x in (("q", q), ("k", k)):
-            checks.writable("rope", name, x)
-        new_q, new_k = _rope(q, k, cos, sin, ids, rest)
-        return q.copy_(new_q), k.copy_(new_k)
     for name, x in (("q", q), ("k", k)):
         checks.floating("rope", name, x)
         checks.writable("rope", name, x)
+    if torch.compiler.is_compiling():  # which knows how to functionalise copy_
+        if q is k:
+            raise checks.shared("rope", "q", "k")
+        new_q, new_k = _rope(q, k, cos, sin, ids, rest)
+        return q.copy_(new_q), k.copy_(new_k)
+    checks.apart("rope", "q", q, "k", k)  # on each call: what a plan knows says nothing of it
+    for name, table in (("cos", cos), ("sin", sin)):
+        if isinstance(table, torch.Tensor) and table.layout == torch.strided:
+            checks.apart("rope", "q", q, name, table)
+            checks.apart("rope", "k", k, name, table)
     versions = [None if x.is_inference() else x._version for x in (q, k)]
     _rope_(q, k, cos, sin, ids, rest)
     for x, version in zip((q, k), versions, strict=True):
@@ -90,7 +99,9 @@ def _in_place(q: Tensor, k: Tensor, cos: Any, sin: Any, ids: Any, rest: Args) ->
 
 
 def _check_positions(position_ids: Tensor, cos: Tensor) -> None:
-    if not position_ids.numel():
+    if not position_ids.numel() or position_ids.__class__ is not torch.Tensor:
+        return  # a fake tensor has no values
+    if position_ids.is_meta or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     least, most = (int(found) for found in torch.aminmax(position_ids))
     if least < 0 or most >= cos.shape[0]:
@@ -139,9 +150,6 @@ def _check_tables(
             got, wants = f"has dtype {_name(table)}", f"have q's, {_name(q)}, or float32"
             fix = f"Convert it: {name}.to(q.dtype)."
             raise DTypeError(sentence("rope", name, got, wants, fix))
-        if table.requires_grad and torch.is_grad_enabled():
-            got, wants = "requires grad", "be a constant: rope has no gradient for its tables"
-            raise InputError(sentence("rope", name, got, wants, f"Pass {name}.detach()."))
     checks.same_shape("rope", "sin", sin, cos.shape, "that of cos")
     checks.same_dtype("rope", "sin", sin, "cos", cos)
 
@@ -164,7 +172,10 @@ def _check_tables(
             wants = f"have one for each of the {tokens} tokens"
             raise InputError(sentence("rope", "cos", got, wants, "Pass longer tables."))
         return
-    checks.tensor("rope", "position_ids", position_ids)
+    checks.dense("rope", "position_ids", position_ids)
+    if shape[0] == 0 and tokens:
+        got, wants = f"has no rows, {shape}", "have the rows that position_ids names"
+        raise InputError(sentence("rope", "cos", got, wants, "Pass tables."))
     if position_ids.dtype not in (torch.int64, torch.int32):
         got, wants = f"has dtype {_name(position_ids)}", "be int64 or int32"
         fix = "Convert it: position_ids.long()."
@@ -185,7 +196,6 @@ def check_in_place(q: Tensor, k: Tensor, *rest: Any) -> None:
     check(q, k, *rest)
     for name, x in (("q", q), ("k", k)):
         checks.no_overlap("rope", name, x)
-    checks.apart("rope", "q", q, "k", k)
 
 
 def check_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, *rest: Any) -> None:
@@ -456,13 +466,13 @@ ERRORS = (
     ),
     _bad(
         "in place on an expanded tensor",
-        lambda q, c, s: ((q[:, :1].expand(1, 3, 4, 8), q, c, s), {"inplace": True}),
+        lambda q, c, s: ((q[:, :1].expand(1, 3, 4, 8), q.clone(), c, s), {"inplace": True}),
         *(InputError, "q", "overlap itself", "inplace=False"),
     ),
     _bad(
         "in place on one tensor twice",
         lambda q, c, s: ((q, q, c, s), {"inplace": True}),
-        *(InputError, "q", "shares memory with k", "inplace=False"),
+        *(InputError, "q", "may share memory with k", "inplace=False"),
     ),
     _bad(
         "unknown layout",

@@ -210,7 +210,7 @@ def _bind(
             "READS_PAIRS": reads, "WRITES_PAIRS": writes, "FULL_TABLE": call.full_table,
             "TABLE_PAIRS": by_element,
         },
-        aligned=vec > 1,
+        aligned=vec > 1,  # positions may not be, but they are loaded one by one
         num_warps=choice.warps,
     )  # fmt: skip
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tilewright.gated import halves, joined
-
-
-def wide(t: torch.Tensor) -> torch.Tensor:
-    """In the dtype that is computed in."""
-    return t if t.dtype == torch.float64 else t.float()
+from tilewright.gated import halves, joined, wide
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
