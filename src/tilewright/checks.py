@@ -156,6 +156,8 @@ def apart(op: str, name: str, value: torch.Tensor, other: str, there: torch.Tens
         return
     if value.untyped_storage()._cdata != there.untyped_storage()._cdata:
         return
+    if value.element_size() != there.element_size():  # their strides cannot be compared
+        raise shared(op, name, other)
     first, second = sorted((value, there), key=lambda t: t.storage_offset())
     distance = int(second.storage_offset() - first.storage_offset())
     if distance >= _extent(first) or _in_one_period(first, second, distance):

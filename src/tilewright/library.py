@@ -172,6 +172,18 @@ def register(op: Op) -> Callable[..., Any]:
     return calls[op.name]
 
 
+def write_in_place(call: Callable[..., Any], written: Sequence[torch.Tensor], *rest: Any) -> None:
+    """Call an op that writes over its first arguments, `written`, and tell autograd of it.
+
+    The dispatcher's way tells it; the short way does not.
+    """
+    versions = [None if t.is_inference() else t._version for t in written]
+    call(*written, *rest)
+    for t, version in zip(written, versions, strict=True):
+        if version is not None and t._version == version:
+            torch.autograd.graph.increment_version(t)
+
+
 def _bump_versions(tensors: list[Any]) -> None:
     """A kernel writes unseen by torch: tell autograd that the tensors changed."""
     for t in tensors:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright import checks, library
-from tilewright.errors import DTypeError, InputError, sentence
+from tilewright.errors import DTypeError, InputError
 from tilewright.ops.relu import reference
 from tilewright.shapes import EDGE_COLUMNS, MODELS, by_tokens, random_shape
 from tilewright.spec import Args, Autograd, Backend, BadInput, Case, Cost, Op, Rounding, normal
@@ -36,14 +36,8 @@ def _in_place(input: torch.Tensor, backend: str | None) -> torch.Tensor:
     if torch.compiler.is_compiling() or differentiated or transformed or input.is_neg():
         # copy_ is what autograd and torch.compile know how to functionalise
         return input.copy_(_relu(input, (backend,)))
-    if input.is_inference() and not torch.is_inference_mode_enabled():
-        got, wants = "is an inference tensor", "be an ordinary one to be written in place here"
-        fix = "Pass inplace=False, or input.clone()."
-        raise InputError(sentence("relu", "input", got, wants, fix))
-    version = None if input.is_inference() else input._version
-    _relu_(input, (backend,))
-    if version is not None and input._version == version:  # the short way has not told autograd
-        torch.autograd.graph.increment_version(input)
+    checks.writable("relu", "input", input)
+    library.write_in_place(_relu_, (input,), (backend,))
     return input
 
 

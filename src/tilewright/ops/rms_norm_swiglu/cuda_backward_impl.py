@@ -1,10 +1,10 @@
 """The backward of RMSNorm gated by silu in CUDA C++ (device code: cuda_backward_impl.cu).
 
-Persistent groups of lanes, teams of warps or clusters walk down the rows; the next rows of grad, x
+Persistent groups of lanes, blocks or clusters walk down the rows; the next rows of grad, x
 and gate travel through shared memory meanwhile. The weight's gradient stays in registers over all
 rows of a thread; a second kernel adds the blocks' partials in a fixed order, so the result has the
 same bits on every run. Limits: float32, float16, bfloat16; weight and gradient of x's dtype; 12,288
-half or 6,144 float columns without clusters, 262,144 half or 131,072 float columns with them, 2,048
+half or 6,144 float columns without clusters, 131,072 half or 65,536 float columns with them, 2,048
 without 16-byte loads; fewer where a block has less shared memory than an H100 gives it or a cluster
 fewer blocks.
 """

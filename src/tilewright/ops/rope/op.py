@@ -64,11 +64,11 @@ def rope(
         rotary_dim = q.shape[-1] if q.dim() else 0
     elif rotary_dim.__class__ is not int:
         rotary_dim = checks.index("rope", "rotary_dim", rotary_dim, "Pass an int.")
-    # Dynamo cannot trace a ContextVar, and a graph reads nothing back
     for name, table in (("cos", cos), ("sin", sin)):
         if getattr(table, "requires_grad", False) and torch.is_grad_enabled():
             got, wants = "requires grad", "be a constant: rope has no gradient for its tables"
             raise InputError(sentence("rope", name, got, wants, f"Pass {name}.detach()."))
+    # Dynamo cannot trace a ContextVar, and a graph reads nothing back
     if position_ids is not None and not torch.compiler.is_compiling() and debugging.active():
         check(q, k, cos, sin, position_ids, style, rotary_dim, layout)
         _check_positions(position_ids, cos)
@@ -90,11 +90,7 @@ def _in_place(q: Tensor, k: Tensor, cos: Any, sin: Any, ids: Any, rest: Args) ->
         if isinstance(table, torch.Tensor) and table.layout == torch.strided:
             checks.apart("rope", "q", q, name, table)
             checks.apart("rope", "k", k, name, table)
-    versions = [None if x.is_inference() else x._version for x in (q, k)]
-    _rope_(q, k, cos, sin, ids, rest)
-    for x, version in zip((q, k), versions, strict=True):
-        if version is not None and x._version == version:  # the short way has not told autograd
-            torch.autograd.graph.increment_version(x)
+    library.write_in_place(_rope_, (q, k), cos, sin, ids, rest)
     return q, k
 
 
