@@ -32,7 +32,7 @@ from tilewright.ops.rms_norm import cuda_impl as rms_norm
 from tilewright.ops.rms_norm_swiglu import cuda_backward_impl as rms_norm_swiglu_backward
 from tilewright.ops.rms_norm_swiglu import cuda_impl as rms_norm_swiglu
 from tilewright.ops.softmax import cuda_impl as softmax
-from tilewright.toolkit import cubin_cache, cuda_launch, nvrtc, recording
+from tilewright.toolkit import cubin_cache, cuda_launch, cuda_partials, nvrtc, recording
 
 SMS = (75, 80, 86, 89, 90, 100, 120)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -621,7 +621,10 @@ class FakeDriver:
         CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="large clusters",
     )
     CUfunction = CUkernel = staticmethod(lambda handle: handle)
-    CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4)
+    CUlaunchAttributeID = types.SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6,
+    )
 
     @staticmethod
     def CUlaunchAttribute() -> Any:  # noqa: N802
@@ -812,6 +815,49 @@ def test_cluster_launches_say_so() -> None:
     assert int(config.hStream) == 1234
     (attribute,) = config.attrs
     assert (attribute.value.clusterDim.x, attribute.value.clusterDim.y) == (4, 1)
+
+
+def test_a_kernel_that_follows_says_so_where_gpu_and_driver_know_it(
+    source: nvrtc.Source, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = torch.empty(3)
+    for sm, version, said in ((90, 13000, [6]), (80, 13000, []), (90, 12020, [])):
+        monkeypatch.setattr(cuda_launch, "_driver_version", lambda version=version: version)
+        bind_tiny(source, gpu=pretend_gpu(sm), follows=True)(a, a)
+        bind_tiny(source, gpu=pretend_gpu(sm))(a, a)
+        followed, plain = driver.configs[-2:]
+        assert [attribute.id for attribute in followed.attrs] == said
+        assert followed.numAttrs == len(said) and plain.numAttrs == 0
+
+
+def ptx_of(source: nvrtc.Source, kernel: str) -> str:
+    """For SM 90. cuda-core would ask a driver for its version first."""
+    from cuda.bindings import nvrtc as raw
+
+    _, program = raw.nvrtcCreateProgram(source.text.encode(), b"kernel.cu", 0, [], [])
+    raw.nvrtcAddNameExpression(program, kernel.encode())
+    options = [b"-arch=compute_90", b"-std=" + nvrtc.STANDARD.encode(), b"-I%b" % bytes(nvrtc.INCLUDE)]
+    (error,) = raw.nvrtcCompileProgram(program, len(options), options)
+    assert error == raw.nvrtcResult.NVRTC_SUCCESS
+    _, size = raw.nvrtcGetPTXSize(program)
+    text = bytes(size)
+    raw.nvrtcGetPTX(program, text)
+    return text.decode()
+
+
+@needs_nvrtc
+def test_sums_of_partials_follow_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that begins before another has ended and does not wait reads what is not there."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(nvrtc, "bind", lambda *args, **options: seen.update(options, args=args))
+    like = torch.empty(1, dtype=torch.bfloat16)
+    for module in (layer_norm_backward, rms_norm_backward, rms_norm_swiglu_backward):
+        cuda_partials.bind_sum(module.SOURCE, 4, 64, like, pretend_gpu(90), parameters=1)
+        source, kernel = seen["args"]
+        assert seen["follows"]
+        ptx = ptx_of(source, kernel)
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+        assert "ld.global.nc" not in ptx  # of memory that nobody writes
 
 
 def test_each_stream_has_a_launch_shape_of_its_own(

@@ -23,6 +23,7 @@ from tilewright.errors import LaunchError
 from tilewright.toolkit.launch import MAX_STREAMS, Shot
 
 CUDA_OF_LAUNCH_EX = 11080  # the CUDA release that brought cuLaunchKernelEx
+CUDA_OF_FOLLOWING = 12030  # and that whose graphs know kernels that begin before another has ended
 DEFAULT_SHARED = 44 * 1024  # more must be asked for: 48 KiB, less what a kernel declares itself
 PORTABLE_CLUSTER = 8  # more blocks in a cluster than this must be asked for
 
@@ -38,6 +39,7 @@ class Shape:
     block: int
     shared: int  # dynamic bytes
     cluster: int
+    follows: bool = False  # it may begin before the kernel before it has ended
 
     def __str__(self) -> str:
         cluster = f", cluster {self.cluster}" if self.cluster > 1 else ""
@@ -222,14 +224,26 @@ def _config(shape: Shape, stream: int) -> Any:
     config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = shape.block, 1, 1
     config.sharedMemBytes, config.hStream = shape.shared, stream
-    config.numAttrs = 0
+    attributes, ids = [], driver.CUlaunchAttributeID
     if shape.cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dims = attribute.value.clusterDim
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dims = cluster.value.clusterDim
         dims.x, dims.y, dims.z = shape.cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(cluster)
+    if shape.follows and _driver_version() >= CUDA_OF_FOLLOWING:
+        early = driver.CUlaunchAttribute()
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(early)
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
+
+
+@cache
+def _driver_version() -> int:
+    error, version = _driver().cuDriverGetVersion()
+    return int(version) if error == _driver().CUresult.CUDA_SUCCESS else 0
 
 
 @cache

@@ -31,6 +31,7 @@ def bind_sum(
         tensors=[*[like.dtype] * parameters, like],
         scalars=[ctypes.c_uint32(count), ctypes.c_int32(n)],
         gpu=gpu,
+        follows=True,
     )
 
 

@@ -241,6 +241,7 @@ def bind(
     shared: int = 0,
     cluster: int = 1,
     waves: int = 0,
+    follows: bool = False,
     flags: Flags = (),
     makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
@@ -251,9 +252,11 @@ def bind(
     the tensors in that order and launches on the current stream of their device. With `makes`, an
     allocator, `run` takes the one to three tensors after the first, makes that one and returns it;
     what follows the tensors in a call is ignored. A kernel that walks over its work gets no more
-    blocks than run at a time, `waves` times.
+    blocks than run at a time, `waves` times. One that `follows` may take its place while the kernel
+    before it still runs, if it waits for that by itself (include/tilewright/partials.cuh); what is
+    older than SM 90 begins it afterwards.
     """
-    shape = Shape(kernel, grid, block, shared, cluster)
+    shape = Shape(kernel, grid, block, shared, cluster, follows and gpu.sm >= 90)
     _check(shape, gpu)
     requests = recording.active()
     if requests is not None:

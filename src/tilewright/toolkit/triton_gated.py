@@ -58,15 +58,17 @@ GRAD_STRIDES = ["step", "g_inner", "g_outer", "g_step"]
 
 @triton.jit
 def _below_normal(x):
-    """The part of a normal distribution below x, within 2^-23; half the instructions of erf.
+    """The part of a normal distribution below x, within 2^-24; a third of erf's instructions.
 
-    Abramowitz and Stegun 7.1.26: erfc(z) = t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z).
+    Beyond -|x| lies 2^-P(|x|), P a polynomial that was fitted to it: it is 1 at 0, and grows with
+    |x| to infinity, where nothing is left.
     """
-    z = tl.abs(x) * ROOT_HALF
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    tail = 1.061405429 * t - 1.453152027
-    tail = (tail * t + 1.421413741) * t - 0.284496736
-    tail = (tail * t + 0.254829592) * t * (0.5 * tl.exp(-z * z))
+    z = tl.abs(x)
+    bits = 2.772158268271596e-06 * z - 3.862207449856214e-05
+    bits = (bits * z + 0.00018255403847433627) * z + 0.0001458540791645646
+    bits = (bits * z - 0.007075449917465448) * z + 0.052505012601614
+    bits = (bits * z + 0.45920491218566895) * z + 1.1511057615280151
+    tail = tl.exp2(-(bits * z + 1.0))
     return tl.where(x < 0.0, tail, 1.0 - tail)
 
 
@@ -137,7 +139,7 @@ def _gated_backward(
     up = tl.load(up_ptr + u_at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + g_at, mask=inside, other=0.0).to(tl.float32)
 
-    share = _share(x, ACT, g_ptr.dtype.element_ty != tl.float32)
+    share = _share(x, ACT, gate_ptr.dtype.element_ty != tl.float32)
     dup = g * (x * share)
     # from the inside out: the derivative is near 1 at most, and g * up alone might overflow
     dgate = g * (share + x * _share_slope(x, share, ACT)) * up

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_backward(
 
 template <class T, int COLUMNS>
 __global__ void __launch_bounds__(1024) sum_partials(
-    T* __restrict__ dw, T* __restrict__ db, const float* __restrict__ partial, unsigned count,
+    T* __restrict__ dw, T* __restrict__ db, const float* partial, unsigned count,
     int n) {
   sum_partials_of<T, COLUMNS>(blockIdx.y ? db : dw, partial, count, n);
 }

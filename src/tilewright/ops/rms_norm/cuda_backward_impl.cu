@@ -126,6 +126,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_backward(
 
 template <class T, int COLUMNS>
 __global__ void __launch_bounds__(1024) sum_partials(
-    T* __restrict__ dw, const float* __restrict__ partial, unsigned count, int n) {
+    T* __restrict__ dw, const float* partial, unsigned count, int n) {
   sum_partials_of<T, COLUMNS>(dw, partial, count, n);
 }

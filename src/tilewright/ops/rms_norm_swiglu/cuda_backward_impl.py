@@ -28,17 +28,14 @@ OPERANDS = 3  # grad, x and the gate
 VALUES = 2  # that are reduced together: the squares of x, and what the norm's mean takes out
 
 
-# Of 400 choices at nine row lengths the fastest, or near it: few rows under way at a time, and a
-# block or a cluster of two to itself on an SM (H200, 2026-11).
-NARROW = (
-    Walk(packs=1, threads=128, blocks=3, stages=2, at_once=2),
+# Of 400 choices at nine row lengths the fastest, or near it: few rows under way at a time, and from
+# 2,049 columns on a block or a cluster of two to itself on an SM (H200, 2026-11).
+WALKS = (
     Walk(packs=2, threads=128, blocks=3, stages=2, at_once=1),
     Walk(packs=1, threads=640, blocks=1, stages=2, at_once=2),
-    Walk(packs=1, threads=1024, blocks=1, stages=2, at_once=1),
-)
-WIDE = (
+    Walk(packs=1, threads=1024, blocks=1, stages=2, at_once=1, full=True),
+    Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),
     Walk(packs=2, threads=608, blocks=1, cluster=2, stages=2, at_once=1),
-    Walk(packs=4, threads=384, blocks=1, stages=2, at_once=1),  # where there are no clusters
     Walk(packs=2, threads=512, blocks=1, cluster=4, stages=2, at_once=2),
     Walk(packs=4, threads=256, blocks=2, cluster=16, stages=2, at_once=1),
     Walk(packs=4, threads=256, blocks=2, cluster=16, stages=1, at_once=1),  # less shared memory
@@ -54,19 +51,9 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
     if vec == 1:
         plan = cuda_rows.block(n, vec, 4, 512)
         return Launch(plan, 512, 1, stages=2, at_once=1) if plan else None
-    found = _first(NARROW, n, vec, gpu)
-    for most in (512, 256, 128):  # GPUs with less shared memory take smaller blocks
-        plan = cuda_rows.full_teams(n, vec, most)
-        choice = Launch(plan, 512, 1, stages=2, at_once=1) if plan and not found else None
-        if choice and choice.fits(gpu, OPERANDS, VALUES):
-            found = choice
-    return found or _first(WIDE, n, vec, gpu)
-
-
-def _first(walks: tuple[Walk, ...], n: int, vec: int, gpu: Gpu) -> Launch | None:
     # newer SMs would spill registers with two rows at once
-    some = walks if gpu.sm < 100 else tuple(walk for walk in walks if walk.at_once == 1)
-    return cuda_rows.first_that_fits(some, n, vec, gpu, operands=OPERANDS, values=VALUES)
+    walks = WALKS if gpu.sm < 100 else tuple(walk for walk in WALKS if walk.at_once == 1)
+    return cuda_rows.first_that_fits(walks, n, vec, gpu, operands=OPERANDS, values=VALUES)
 
 
 def refuses(
@@ -107,7 +94,8 @@ def _backward(
         "gpu": gpu,
     }
     room = nvrtc.resident(SOURCE, kernel_name, device=device, **place)
-    blocks = min(choice.grid(view.count), room, choice.blocks * gpu.sm_count)
+    per_sm = choice.blocks * (choice.threads // plan.threads)  # small blocks are more
+    blocks = min(choice.grid(view.count), room, per_sm * gpu.sm_count)
     blocks -= blocks % plan.cluster
     partial_dtype = torch.float32 if weight_grad else None
     kernel = nvrtc.bind(

@@ -46,13 +46,15 @@ def launch(n: int, vec: int, gpu: Gpu) -> Launch | None:
             return Launch(plan, cuda_rows.GROUP_THREADS, 8)
         plan = cuda_rows.block(n, 1, 4, 1024)
         return Launch(plan, 1024, 1) if plan else None
-    plan = cuda_rows.group(n, vec, 2 if n <= 64 * vec else 4)
+    plan = cuda_rows.group(n, vec, 2) if n <= 32 * vec else None
     if plan:
-        # newer SMs would spill registers with six blocks
-        return Launch(plan, cuda_rows.GROUP_THREADS, 6 if gpu.sm < 100 else 5)
-    plan = cuda_rows.block(n, vec, 4, 384)
-    if plan:
-        return Launch(plan, 384, 2)
+        return Launch(plan, cuda_rows.GROUP_THREADS, 6)
+    # Few packs a thread, so that of a few rows each has many threads; more where a block would be
+    # too large for an SM to have several (H200, 2026-11).
+    for packs, threads, blocks in ((2, 256, 5), (4, 384, 2)):
+        plan = cuda_rows.block(n, vec, packs, threads)
+        if plan:
+            return Launch(plan, threads, blocks)
     if gpu.sm < 80:  # rows cannot travel to shared memory by themselves
         plan = cuda_rows.block(n, vec, 4, 512)
         return Launch(plan, 512, 1) if plan else None

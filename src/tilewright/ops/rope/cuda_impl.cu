@@ -1,10 +1,9 @@
 // Rotary position embedding of q and k, in one launch.
 //
 // A thread holds one unit of a token's tables, VEC pairs, and turns that unit in HEADS heads: all of
-// their packs are on their way before the first is turned. A unit is two packs, which lie half a
-// head apart ("halves") or side by side ("pairs"); in registers they are told apart for free. Each
-// element of q and k is read once and written once; the tables are read once from memory, and for
-// other heads from L2.
+// their packs are on their way before the first is turned. A unit is two packs half a head apart, in
+// any style: in registers the elements of a pair are found for free. Each element of q and k is read
+// once and written once; the tables are read once from memory, and for other heads from L2.
 //
 // What is not rotated is copied by units of its own, two packs each.
 
@@ -33,22 +32,24 @@ struct Sizes {
   long long table_batch, table_row, position_batch, position_token;
 };
 
-template <class C, int VEC> __device__ __forceinline__ void widen(float (&to)[VEC], const C* from) {
-  constexpr int WIDTH = sizeof(C) * VEC > 16 ? 16 / sizeof(C) : VEC;
+template <int N, class C> __device__ __forceinline__ void widen(float* to, const C* from) {
+  constexpr int WIDTH = sizeof(C) * N > 16 ? 16 / sizeof(C) : N;
 #pragma unroll
-  for (int i = 0; i < VEC; i += WIDTH) {
+  for (int i = 0; i < N; i += WIDTH) {
     const Pack<C, WIDTH> pack = load<WIDTH>(from + i);
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) to[i + j] = pack[j];
   }
 }
 
-// Where the two packs of a unit start in a head.
-template <int VEC, bool PAIRS> __device__ __forceinline__ int first_pack(int unit) {
-  return unit * (PAIRS ? 2 * VEC : VEC);
+// Half a head apart, each pack holds one element of every pair ("halves"), or half of the pairs whole
+// ("pairs"), and a warp's packs are neighbours: its stores fill whole sectors. Only where a pair is
+// more than a pack, or parts on its way ("to_halves"), its packs lie side by side.
+template <int VEC, bool SIDE_BY_SIDE> __device__ __forceinline__ int first_pack(int unit) {
+  return unit * (SIDE_BY_SIDE ? 2 * VEC : VEC);
 }
-template <int VEC, bool PAIRS> __device__ __forceinline__ int pack_distance(int half) {
-  return PAIRS ? VEC : half;
+template <int VEC, bool SIDE_BY_SIDE> __device__ __forceinline__ int pack_distance(int half) {
+  return SIDE_BY_SIDE ? VEC : half;
 }
 
 // The first and the second elements of a unit's pairs, from its packs and back.
@@ -77,29 +78,33 @@ __device__ __forceinline__ void put_together(
 }
 
 // A token's unit of a table: an entry for each element of the forward's result, or for each pair.
-template <class C, int VEC, bool PAIRS, bool FULL>
+template <int VEC, bool PAIRS, bool FULL, class C>
 __device__ __forceinline__ void load_table(
     float (&a)[VEC], float (&b)[VEC], const C* row, int unit, int half) {
+  constexpr bool SIDE_BY_SIDE = PAIRS && VEC == 1;
   if constexpr (FULL) {
-    row += first_pack<VEC, PAIRS>(unit);
-    float first[VEC], second[VEC];
-    widen(first, row);
-    widen(second, row + pack_distance<VEC, PAIRS>(half));
-    const auto element = [&](int j) { return j < VEC ? first[j] : second[j - VEC]; };
+    row += first_pack<VEC, SIDE_BY_SIDE>(unit);
+    float entries[2 * VEC];
+    widen<VEC>(entries, row);
+    widen<VEC>(entries + VEC, row + pack_distance<VEC, SIDE_BY_SIDE>(half));
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-      a[j] = element(PAIRS ? 2 * j : j);
-      b[j] = element(PAIRS ? 2 * j + 1 : VEC + j);
+      a[j] = entries[PAIRS ? 2 * j : j];
+      b[j] = entries[PAIRS ? 2 * j + 1 : VEC + j];
     }
   } else {
-    widen(a, row + unit * VEC);
+    if constexpr (PAIRS && VEC > 1) {  // half of the pairs are in each pack
+      widen<VEC / 2>(a, row + unit * VEC / 2);
+      widen<VEC / 2>(a + VEC / 2, row + (half + unit * VEC) / 2);
+    } else {
+      widen<VEC>(a, row + unit * VEC);
+    }
 #pragma unroll
     for (int j = 0; j < VEC; ++j) b[j] = a[j];
   }
 }
 
-template <class T, class C, int VEC, bool READS_PAIRS, bool WRITES_PAIRS, bool TABLE_PAIRS, bool FULL,
-          int HEADS>
+template <class T, class C, int VEC, bool READS_PAIRS, bool WRITES_PAIRS, bool FULL, int HEADS>
 __global__ void __launch_bounds__(256) rope(
     T* q_out, T* k_out, const T* q, const T* k, const C* __restrict__ cos,
     const C* __restrict__ sin, const long long* __restrict__ positions,
@@ -120,13 +125,16 @@ __global__ void __launch_bounds__(256) rope(
   const auto head = [&](int i) { return first_head + i; };
   const int half = sizes.rotary_dim / 2;
 
+  constexpr bool PAIRS = READS_PAIRS && WRITES_PAIRS;
+  constexpr bool READS_SIDE_BY_SIDE = READS_PAIRS && (VEC == 1 || !WRITES_PAIRS);
+  constexpr bool WRITES_SIDE_BY_SIDE = WRITES_PAIRS && (VEC == 1 || !READS_PAIRS);
   const bool copies = unit >= sizes.units;
   const int copied = sizes.rotary_dim + (unit - sizes.units) * 2 * VEC;
   const bool two = !copies || copied + VEC < sizes.head_dim;  // the last unit may be one pack
-  const int read = copies ? copied : first_pack<VEC, READS_PAIRS>(unit);
-  const int written = copies ? copied : first_pack<VEC, WRITES_PAIRS>(unit);
-  const int read_next = copies ? VEC : pack_distance<VEC, READS_PAIRS>(half);
-  const int write_next = copies ? VEC : pack_distance<VEC, WRITES_PAIRS>(half);
+  const int read = copies ? copied : first_pack<VEC, READS_SIDE_BY_SIDE>(unit);
+  const int written = copies ? copied : first_pack<VEC, WRITES_SIDE_BY_SIDE>(unit);
+  const int read_next = copies ? VEC : pack_distance<VEC, READS_SIDE_BY_SIDE>(half);
+  const int write_next = copies ? VEC : pack_distance<VEC, WRITES_SIDE_BY_SIDE>(half);
 
   Pack<T, VEC> x[HEADS] = {}, y[HEADS] = {};
 #pragma unroll
@@ -144,8 +152,8 @@ __global__ void __launch_bounds__(256) rope(
     if (short_positions) position = short_positions[at];
     if (static_cast<unsigned long long>(position) < sizes.table_rows) {
       const long long row = batch * sizes.table_batch + position * sizes.table_row;
-      load_table<C, VEC, TABLE_PAIRS, FULL>(cos_a, cos_b, cos + row, unit, half);
-      load_table<C, VEC, TABLE_PAIRS, FULL>(sin_a, sin_b, sin + row, unit, half);
+      load_table<VEC, PAIRS, FULL>(cos_a, cos_b, cos + row, unit, half);
+      load_table<VEC, PAIRS, FULL>(sin_a, sin_b, sin + row, unit, half);
     } else {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {  // nothing is read outside the table

@@ -106,7 +106,6 @@ def _bind(
     """`run(q_out, k_out, q, k, cos, sin, position_ids)`."""
     q, k = call.given
     reads, writes = rotary.STYLES[style]
-    by_element = writes  # a full table has an entry for each element of the forward's result
     if back:
         reads, writes = writes, reads
     vec = rotary.vector_width(call, *heads, cos, sin)
@@ -121,12 +120,11 @@ def _bind(
     )
     dtype = heads[0].dtype
     names = TYPE_NAMES[dtype], TYPE_NAMES[cos.dtype]
-    table = by_element and call.full_table, call.full_table
     wide = position_ids is not None and position_ids.dtype == torch.int64
     positions = (position_ids, None) if wide else (None, position_ids)
     kernel = nvrtc.bind(
         SOURCE,
-        instance("rope", *names, vec, reads, writes, *table, choice.heads),
+        instance("rope", *names, vec, reads, writes, call.full_table, choice.heads),
         grid=(ceil(call.tokens, choice.tokens) * groups, 1, 1),
         block=choice.threads,
         tensors=[dtype, dtype, *heads, cos, sin, *positions],

@@ -82,16 +82,26 @@ __device__ __forceinline__ void write_partial(
   __syncthreads();
 }
 
+// For a kernel that `follows` (nvrtc.bind): its blocks take their places while the kernel before still
+// runs, and wait here until that has ended and all it wrote can be seen. That must not be read through
+// a pointer which promises that nobody writes there (const __restrict__).
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // COLUMNS per block; the threads that share a column each add every SHARES-th partial in order, and
 // a tree joins them. `partial` is [parameters][count][n]; blockIdx.y tells which of them.
 template <class T, int COLUMNS>
 __device__ __forceinline__ void sum_partials_of(
-    T* out, const float* __restrict__ partial, unsigned count, int n) {
+    T* out, const float* partial, unsigned count, int n) {
   constexpr int SHARES = 1024 / COLUMNS;
   __shared__ float tile[SHARES][COLUMNS + 1];
   const int x = threadIdx.x % COLUMNS, y = threadIdx.x / COLUMNS;
   const int column = blockIdx.x * COLUMNS + x;
   partial += static_cast<long long>(blockIdx.y) * count * n;
+  wait_for_kernel_before();
 
   float total = 0.0f;
   if (column < n) {
