@@ -222,6 +222,7 @@ CASES = (
     Case("widest", {"shape": (1, 262_144)}),
     Case("wide-odd", {"shape": (2, 70_001)}),
     *(Case(f"tile-{n}", {"shape": (2, n)}) for n in (64, 256, 1024, 2048, 4096, 8192, 16384)),
+    Case("loop-4104", {"shape": (2, 4104)}),  # the shortest that goes through a loop, of five steps
     *(Case(f"columns-{n}", {"shape": (3, n)}) for n in COLUMNS),
     *(Case(m.name, {"shape": (2048, m.hidden)}, "model") for m in (LLAMA_3_8B, QWEN_2_5_7B)),
     *(

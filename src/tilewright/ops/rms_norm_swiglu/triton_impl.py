@@ -39,14 +39,17 @@ class Launch:
     programs: int
 
 
-# Columns that stay in registers without a spill on any SM, by what a thread holds and by the bytes
-# of an element (compile matrix, 2026-11).
-WIDEST = {
-    "forward": {2: 16384, 4: 8192},
-    "backward": {2: 8192, 4: 4096},
-}
+# Columns that stay in registers: in the forward while that is faster than a loop which finds x in L2
+# the second time (H200, 2026-11), in the backward, by the bytes of an element, while nothing spills
+# on any SM (compile matrix).
+WIDEST = {"forward": {2: 4096, 4: 4096}, "backward": {2: 8192, 4: 4096}}
+# The forward's loops, up to so many columns. Longer rows want larger steps.
+LOOPS = {6144: Tile(1, 1024, 4, False), 15360: Tile(1, 2048, 8, False)}
+LONGEST = Tile(1, 4096, 16, False)
 # The backward's loop holds eight numbers for each column; 16 columns a thread spill in float32.
 WIDE_FLOAT32 = Tile(1, 4096, 16, False)
+# Programs of the backward that an SM runs at a time, by the columns that they hold.
+RESIDENT = {2048: 4, 4096: 2}
 
 
 def launch(
@@ -54,13 +57,15 @@ def launch(
 ) -> Launch:
     """One program per tile; with dW, as many as stay resident, each walking several tiles."""
     choice = tile(n, vec, WIDEST[form][size])
+    if form == "forward" and not choice.whole and vec > 1:
+        choice = next((loop for most, loop in LOOPS.items() if n <= most), LONGEST)
     if form == "backward" and choice.whole and choice.block >= 4096:
-        choice = replace(choice, warps=2 * choice.warps)  # 32 columns a thread spill in float32
+        choice = replace(choice, warps=16)
     if form == "backward" and not choice.whole and vec == 4:
         choice = WIDE_FLOAT32
     tiles = programs(count, choice.rows)
-    resident = gpu.sm_count * (2 if choice.warps <= 8 else 1)
-    return Launch(choice, min(tiles, resident) if partials else tiles)
+    resident = next((each for most, each in RESIDENT.items() if choice.block <= most), 1)
+    return Launch(choice, min(tiles, resident * gpu.sm_count) if partials else tiles)
 
 
 @triton.jit(do_not_specialize=SIZES + X_STRIDES + G_STRIDES)
