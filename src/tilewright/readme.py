@@ -193,6 +193,7 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
 
 # records of suites; of two that hold the same case the first counts
 MEASURED = (
+    *(f"bench-{suite}-gated-norm" for suite in ("model", "prefill", "decode", "sweep")),
     *("bench-model", "bench-prefill-gated", "bench-prefill", "bench-decode-gated", "bench-decode"),
     *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
 )

@@ -39,11 +39,11 @@ class Launch:
     programs: int
 
 
-# Columns that stay in registers: in the forward while that is faster than a loop which finds x in L2
-# the second time (H200, 2026-11), in the backward, by the bytes of an element, while nothing spills
-# on any SM (compile matrix).
-WIDEST = {"forward": {2: 4096, 4: 4096}, "backward": {2: 8192, 4: 4096}}
-# The forward's loops, up to so many columns. Longer rows want larger steps.
+# Columns that stay in registers, by the bytes of an element, without a spill on any SM (compile
+# matrix, 2026-11).
+WIDEST = {"forward": {2: 8192, 4: 8192}, "backward": {2: 8192, 4: 4096}}
+# The forward's loops, up to so many columns: longer rows want larger steps. They find x in L2 the
+# second time; rows that fill three quarters of a tile at most are faster so, too (H200, 2026-11).
 LOOPS = {6144: Tile(1, 1024, 4, False), 15360: Tile(1, 2048, 8, False)}
 LONGEST = Tile(1, 4096, 16, False)
 # The backward's loop holds eight numbers for each column; 16 columns a thread spill in float32.
@@ -57,7 +57,7 @@ def launch(
 ) -> Launch:
     """One program per tile; with dW, as many as stay resident, each walking several tiles."""
     choice = tile(n, vec, WIDEST[form][size])
-    if form == "forward" and not choice.whole and vec > 1:
+    if form == "forward" and vec > 1 and (not choice.whole or 4096 < n <= 6144):
         choice = next((loop for most, loop in LOOPS.items() if n <= most), LONGEST)
     if form == "backward" and choice.whole and choice.block >= 4096:
         choice = replace(choice, warps=16)
