@@ -1,6 +1,6 @@
 // The backward of RMSNorm gated by silu.
 //
-// Persistent owners (groups of lanes, teams of warps, clusters) walk down the rows, AT_ONCE at a
+// Persistent owners (groups of lanes, blocks, clusters) walk down the rows, AT_ONCE at a
 // time. The next rows of grad, x and gate travel through a ring while these are reduced, and rows
 // that are reduced together share barriers and shuffles; each thread owns the same columns of every
 // row, so the weight's gradient stays in its registers until the end. Both passes over a row take it

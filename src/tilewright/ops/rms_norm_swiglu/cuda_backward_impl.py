@@ -28,8 +28,8 @@ OPERANDS = 3  # grad, x and the gate
 VALUES = 2  # that are reduced together: the squares of x, and what the norm's mean takes out
 
 
-# Of 400 choices at nine row lengths the fastest, or near it: few rows under way at a time, and from
-# 2,049 columns on a block or a cluster of two to itself on an SM (H200, 2026-11).
+# Of some hundred choices at nine row lengths the fastest, or near it: few rows under way at a time,
+# for long ones a block or a cluster of two that has its SMs to itself (H200, 2026-11).
 WALKS = (
     Walk(packs=2, threads=128, blocks=3, stages=2, at_once=1),
     Walk(packs=1, threads=640, blocks=1, stages=2, at_once=2),
@@ -94,7 +94,7 @@ def _backward(
         "gpu": gpu,
     }
     room = nvrtc.resident(SOURCE, kernel_name, device=device, **place)
-    per_sm = choice.blocks * (choice.threads // plan.threads)  # small blocks are more
+    per_sm = choice.blocks * choice.threads // plan.threads  # of smaller blocks more
     blocks = min(choice.grid(view.count), room, per_sm * gpu.sm_count)
     blocks -= blocks % plan.cluster
     partial_dtype = torch.float32 if weight_grad else None

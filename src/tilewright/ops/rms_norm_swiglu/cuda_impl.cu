@@ -1,8 +1,8 @@
 // RMSNorm gated by silu: x * rstd * weight * silu(gate).
 //
 // *_rows  a group of lanes or a block holds a row of x and of the gate in registers, as loaded: both
-//         are read once, y is written once. What depends on gate and weight alone is computed
-//         while the squares of x are summed: after it, few rows would wait for it.
+//         are read once, y is written once. silu is computed while the squares of x are summed:
+//         after that, few rows would wait for it.
 // *_wide  a block holds a longer row of both in shared memory; of the longest a cluster of blocks
 //         does, which walks down some of them: it takes one into registers while the next one
 //         travels. The weight stays in registers from row to row.
@@ -26,20 +26,19 @@ __device__ __forceinline__ float squares(const Pack<T, VEC>& x) {
   return total;
 }
 
-// What x * rstd is multiplied by. `weight` holds ones where there is none.
 template <class T, int VEC>
-__device__ __forceinline__ void gated_weight(
-    float (&factors)[VEC], const Pack<T, VEC>& weight, const Pack<T, VEC>& gate) {
+__device__ __forceinline__ void open_gate(float (&opened)[VEC], const Pack<T, VEC>& gate) {
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) factors[j] = weight[j] * silu<T>(gate[j]);
+  for (int j = 0; j < VEC; ++j) opened[j] = silu<T>(gate[j]);
 }
 
+// `weight` holds ones where there is none. From left to right: a product of the last two might overflow.
 template <class T, int VEC>
-__device__ __forceinline__ Pack<T, VEC> normed(
-    const Pack<T, VEC>& x, float rstd, const float (&factors)[VEC]) {
+__device__ __forceinline__ Pack<T, VEC> gated(
+    const Pack<T, VEC>& x, float rstd, const Pack<T, VEC>& weight, const float (&opened)[VEC]) {
   float y[VEC];
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) y[j] = x[j] * rstd * factors[j];
+  for (int j = 0; j < VEC; ++j) y[j] = x[j] * rstd * weight[j] * opened[j];
   return Pack<T, VEC>::of(y);
 }
 
@@ -66,18 +65,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_swiglu_rows(
   }
   load_parameter(w, weight, 1.0f, seat, width);
 
-  float total = 0.0f, factors[PACKS][VEC];
+  float total = 0.0f, opened[PACKS][VEC];
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) total += squares(x[i]);
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) gated_weight(factors[i], w[i], g[i]);  // fills the shuffles' waits
+  for (int i = 0; i < PACKS; ++i) open_gate(opened[i], g[i]);  // fills the waits of the shuffles
   const float rstd = rsqrtf(row_reduce<Sum, OWNER>(total, seat.lanes, exchange, 0) / n + eps);
 
   out += static_cast<long long>(seat.row) * n + seat.first;
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
     keep_packed(x[i]);
-    const Pack<T, VEC> y = normed(x[i], rstd, factors[i]);
+    const Pack<T, VEC> y = gated(x[i], rstd, w[i], opened[i]);
     if (inside(i)) store<VEC>(out + i * seat.stride(), y);
   }
 }
@@ -139,9 +138,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_swiglu_wide(
         keep_packed(x[i]);
       }
       keep_packed(w[i]);
-      float factors[VEC];
-      gated_weight(factors, w[i], g[i]);
-      const Pack<T, VEC> y = normed(x[i], rstd, factors);
+      float opened[VEC];
+      open_gate(opened, g[i]);
+      const Pack<T, VEC> y = gated(x[i], rstd, w[i], opened);
       if (inside(i)) store<VEC>(to + i * seat.stride(), y);
     }
     if (ONCE) return;
