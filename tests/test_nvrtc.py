@@ -638,6 +638,10 @@ class FakeDriver:
         self.attributes: list[tuple[Any, ...]] = []
         self.contexts: list[Any] = []
         self.residents = 1  # whether anything fits on the GPU
+        self.version: tuple[int, int | None] = (0, 13000)
+
+    def cuDriverGetVersion(self) -> tuple[int, int | None]:  # noqa: N802
+        return self.version
 
     def cuOccupancyMaxActiveClusters(self, *_: Any) -> tuple[Any, int]:  # noqa: N802
         return 0, 30 * self.residents
@@ -846,14 +850,24 @@ def ptx_of(source: nvrtc.Source, kernel: str) -> str:
     return text.decode()
 
 
+def test_the_driver_says_how_old_it_is(driver: FakeDriver) -> None:
+    cuda_launch._driver_version.cache_clear()
+    driver.version = (0, 12020)
+    assert cuda_launch._driver_version() == 12020
+    cuda_launch._driver_version.cache_clear()
+    driver.version = (driver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, None)
+    assert cuda_launch._driver_version() == 0
+    cuda_launch._driver_version.cache_clear()
+
+
 @needs_nvrtc
 def test_sums_of_partials_follow_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that begins before another has ended and does not wait reads what is not there."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(nvrtc, "bind", lambda *args, **options: seen.update(options, args=args))
-    like = torch.empty(1, dtype=torch.bfloat16)
-    for module in (layer_norm_backward, rms_norm_backward, rms_norm_swiglu_backward):
-        cuda_partials.bind_sum(module.SOURCE, 4, 64, like, pretend_gpu(90), parameters=1)
+    like, modules = torch.empty(1, dtype=torch.bfloat16), (layer_norm_backward, rms_norm_backward)
+    for module, n in ((modules[0], 64), (modules[1], 64), (rms_norm_swiglu_backward, 8192)):
+        cuda_partials.bind_sum(module.SOURCE, 4, n, like, pretend_gpu(90), parameters=1)
         source, kernel = seen["args"]
         assert seen["follows"]
         ptx = ptx_of(source, kernel)

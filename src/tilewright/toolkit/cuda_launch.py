@@ -23,7 +23,7 @@ from tilewright.errors import LaunchError
 from tilewright.toolkit.launch import MAX_STREAMS, Shot
 
 CUDA_OF_LAUNCH_EX = 11080  # the CUDA release that brought cuLaunchKernelEx
-CUDA_OF_FOLLOWING = 12030  # and that whose graphs know kernels that begin before another has ended
+CUDA_OF_FOLLOWING = 12030  # and that whose graphs know kernels that wait for one another themselves
 DEFAULT_SHARED = 44 * 1024  # more must be asked for: 48 KiB, less what a kernel declares itself
 PORTABLE_CLUSTER = 8  # more blocks in a cluster than this must be asked for
 
@@ -39,7 +39,7 @@ class Shape:
     block: int
     shared: int  # dynamic bytes
     cluster: int
-    follows: bool = False  # it may begin before the kernel before it has ended
+    follows: bool = False  # it waits by itself for what the kernel before it wrote
 
     def __str__(self) -> str:
         cluster = f", cluster {self.cluster}" if self.cluster > 1 else ""

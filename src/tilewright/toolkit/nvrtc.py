@@ -252,9 +252,9 @@ def bind(
     the tensors in that order and launches on the current stream of their device. With `makes`, an
     allocator, `run` takes the one to three tensors after the first, makes that one and returns it;
     what follows the tensors in a call is ignored. A kernel that walks over its work gets no more
-    blocks than run at a time, `waves` times. One that `follows` may take its place while the kernel
-    before it still runs, if it waits for that by itself (include/tilewright/partials.cuh); what is
-    older than SM 90 begins it afterwards.
+    blocks than run at a time, `waves` times. One that `follows` is launched before what the kernel
+    before it wrote can be seen, and waits for that by itself (include/tilewright/partials.cuh);
+    GPUs older than SM 90 know only plain launches.
     """
     shape = Shape(kernel, grid, block, shared, cluster, follows and gpu.sm >= 90)
     _check(shape, gpu)

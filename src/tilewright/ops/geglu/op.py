@@ -132,7 +132,7 @@ def _errors_of_erf(x: torch.Tensor) -> Errors:
     """gelu(x) = x p, p = (1 + erf(x / sqrt 2)) / 2, gelu' = p + x phi(x).
 
     Near -1 erf cancels: p errs absolutely, by two ulps of the error function and a rounding, until
-    erf is -1 in float32 and p is 0; halves take an approximation that errs by two units, its
+    erf is -1 in float32 and p is 0; halves take an approximation that errs by three units, its
     exponential included. phi's exponent, x^2 / 2, errs by three roundings.
     """
     density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)

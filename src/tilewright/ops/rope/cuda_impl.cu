@@ -1,9 +1,9 @@
 // Rotary position embedding of q and k, in one launch.
 //
 // A thread holds one unit of a token's tables, VEC pairs, and turns that unit in HEADS heads: all of
-// their packs are on their way before the first is turned. A unit is two packs half a head apart, in
-// any style: in registers the elements of a pair are found for free. Each element of q and k is read
-// once and written once; the tables are read once from memory, and for other heads from L2.
+// their packs are on their way before the first is turned. A unit is two packs, from which the elements
+// of a pair are taken in registers, for free. Each element of q and k is read once and written once;
+// the tables are read once from memory, and for other heads from L2.
 //
 // What is not rotated is copied by units of its own, two packs each.
 
@@ -42,9 +42,9 @@ template <int N, class C> __device__ __forceinline__ void widen(float* to, const
   }
 }
 
-// Half a head apart, each pack holds one element of every pair ("halves"), or half of the pairs whole
-// ("pairs"), and a warp's packs are neighbours: its stores fill whole sectors. Only where a pair is
-// more than a pack, or parts on its way ("to_halves"), its packs lie side by side.
+// Packs of a unit lie half of what is rotated apart. Each holds one element of every pair ("halves"), or
+// half of the pairs whole ("pairs"), and a warp's packs are neighbours: its stores fill whole sectors.
+// Only where a pair is more than a pack, or parts on its way ("to_halves"), they lie side by side.
 template <int VEC, bool SIDE_BY_SIDE> __device__ __forceinline__ int first_pack(int unit) {
   return unit * (SIDE_BY_SIDE ? 2 * VEC : VEC);
 }

@@ -82,9 +82,9 @@ __device__ __forceinline__ void write_partial(
   __syncthreads();
 }
 
-// For a kernel that `follows` (nvrtc.bind): its blocks take their places while the kernel before still
-// runs, and wait here until that has ended and all it wrote can be seen. That must not be read through
-// a pointer which promises that nobody writes there (const __restrict__).
+// For a kernel that `follows` (nvrtc.bind): it is launched when the last block of the kernel before has
+// ended, and waits here until all that those blocks wrote can be seen. That must not be read through a
+// pointer which promises that nobody writes there (const __restrict__).
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
