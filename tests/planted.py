@@ -575,6 +575,11 @@ PLANTED = (
         "result_strides(x.shape, x.stride())",
     ),
     Planted(
+        "pairs are turned as halves in place", Checks("rope", ("in place",)), ROPE,
+        "position_ids, style, back=False, in_place=True)",
+        'position_ids, "halves", back=False, in_place=True)',
+    ),
+    Planted(
         "token offsets are 32-bit", Checks("rope", ("offsets",)), ROPE,
         "batch, token = (number // tokens).to(tl.int64), (number % tokens).to(tl.int64)",
         "batch, token = number // tokens, number % tokens",

@@ -1,18 +1,12 @@
-"""rope against the models' own functions, and what verify does not ask of it.
+"""What verify does not ask of rope: positions, debug, shared memory, torch.compile, gradients.
 
-On a CPU the reference runs; with a GPU the kernels too. Triton's kernel also runs in the
-interpreter, in a process of its own: Triton asks when it is imported whether it shall interpret.
+On a CPU the reference runs; with a GPU the kernels too.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,205 +15,30 @@ import torch
 
 import short_way
 import tilewright
+from rotations import (
+    K_HEADS,
+    PLACES,
+    Q_HEADS,
+    STYLES,
+    B,
+    D,
+    Pair,
+    T,
+    Tensor,
+    backends,
+    device_of,
+    formula,
+    full,
+    grads_of,
+    interpreted,
+    layouts,
+    projected,
+    q_and_k,
+    styles,
+    tables,
+)
 from tilewright.errors import InputError
 from tilewright.ops.rope import op
-
-SRC = Path(tilewright.__file__).parents[1]
-B, T, D = 2, 5, 32
-Q_HEADS, K_HEADS = 4, 2
-
-Tensor = torch.Tensor
-Pair = tuple[Tensor, Tensor]
-
-BACKENDS = ["torch", *(["cuda", "triton"] if torch.cuda.is_available() else [])]
-backends = pytest.mark.parametrize("backend", BACKENDS)
-STYLES = {"halves": False, "pairs": True, "to_halves": "to_halves"}
-styles = pytest.mark.parametrize("style", STYLES)
-PLACES = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3)}  # of (batch, tokens, heads, dim)
-layouts = pytest.mark.parametrize("layout", PLACES)
-
-
-def device_of(backend: str) -> str:
-    return "cpu" if backend == "torch" else "cuda"
-
-
-def projected(heads: int, dim: int = D, dtype: Any = torch.float32, device: str = "cpu") -> Tensor:
-    """(batch, heads, tokens, dim) as models make it: a projection, viewed and transposed."""
-    return torch.randn(B, T, heads, dim).to(dtype).to(device).transpose(1, 2)
-
-
-def q_and_k(backend: str = "torch", dtype: Any = torch.float32) -> Pair:
-    device = device_of(backend)
-    return projected(Q_HEADS, dtype=dtype, device=device), projected(
-        K_HEADS, dtype=dtype, device=device
-    )
-
-
-def tables(*leading: int, width: int = D // 2, device: str = "cpu") -> Pair:
-    """Of pairs, in float32."""
-    angle = 3 * torch.randn(*leading, width)
-    return angle.cos().to(device), angle.sin().to(device)
-
-
-def full(table: Tensor, style: str = "halves") -> Tensor:
-    """An entry for each element of the result."""
-    if style == "pairs":
-        return table.repeat_interleave(2, -1)
-    return torch.cat((table, table), -1)
-
-
-def grads_of(outputs: Any, leaves: Any, upstream: Any) -> tuple[Any, ...]:
-    return torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-
-
-def formula(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """Written from the definition once more: x cos + (the other of its pair, signed) sin."""
-    half = x.shape[-1] // 2
-    if style == "to_halves":
-        x = x.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
-    if style == "pairs":
-        other = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
-    else:
-        other = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + other * sin
-
-
-# --- the models' own functions -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    module: str  # under transformers.models
-    config: str
-    rotary: str  # the class that makes the tables
-    function: str = "apply_rotary_pos_emb"
-    interleaved: bool | str = False
-    options: tuple[tuple[str, Any], ...] = ()
-    k_heads: int = K_HEADS
-    dim: int = D
-    rotary_dim: int = D
-
-
-MODELS = {
-    "llama": Model("llama.modeling_llama", "LlamaConfig", "LlamaRotaryEmbedding"),
-    "qwen2": Model("qwen2.modeling_qwen2", "Qwen2Config", "Qwen2RotaryEmbedding"),
-    "phi3": Model(
-        "phi3.modeling_phi3", "Phi3Config", "Phi3RotaryEmbedding",
-        options=(("partial_rotary_factor", 0.75), ("pad_token_id", None)), rotary_dim=24,
-    ),
-    "gpt_neox": Model(
-        "gpt_neox.modeling_gpt_neox", "GPTNeoXConfig", "GPTNeoXRotaryEmbedding",
-        options=(("rotary_pct", 0.25),), k_heads=Q_HEADS, rotary_dim=8,
-    ),
-    "deepseek_v3": Model(
-        "deepseek_v3.modeling_deepseek_v3", "DeepseekV3Config", "DeepseekV3RotaryEmbedding",
-        options=(("qk_rope_head_dim", 16),), k_heads=1, dim=16, rotary_dim=16,
-    ),
-    "deepseek_v3 interleave": Model(
-        "deepseek_v3.modeling_deepseek_v3", "DeepseekV3Config", "DeepseekV3RotaryEmbedding",
-        "apply_rotary_pos_emb_interleave", "to_halves",
-        (("qk_rope_head_dim", 16),), k_heads=1, dim=16, rotary_dim=16,
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Example:
-    """A call of a model's function, what it gives in float64, and how far from it we may be."""
-
-    tensors: tuple[Tensor, ...]  # q, k, cos, sin
-    upstream: Pair
-    options: dict[str, Any]
-    wanted: tuple[Tensor, ...]  # q', k' and the gradients of q and k
-    bounds: tuple[Tensor, ...]
-
-    def hold(self, got: Any) -> None:
-        width = self.options["rotary_dim"]
-        sources = (*self.tensors[:2], *self.upstream)
-        for mine, theirs, bound, source in zip(got, self.wanted, self.bounds, sources, strict=True):
-            mine = mine.cpu()
-            assert mine.dtype == source.dtype
-            error = (mine.double() - theirs).abs()
-            assert (error <= bound).all(), (error / bound).max()
-            assert torch.equal(mine[..., width:], source[..., width:])  # passed through, bit by bit
-
-
-def example(model: Model, dtype: torch.dtype) -> Example:
-    module = importlib.import_module(f"transformers.models.{model.module}")
-    config = getattr(module, model.config)(
-        hidden_size=Q_HEADS * model.dim, num_attention_heads=Q_HEADS, **dict(model.options)
-    )
-    q, k = projected(Q_HEADS, model.dim, dtype), projected(model.k_heads, model.dim, dtype)
-    positions = torch.arange(T) + torch.tensor([[0], [700]])
-    cos, sin = getattr(module, model.rotary)(config)(q, positions)
-    assert cos.shape == (B, T, model.rotary_dim)
-    assert cos.dtype == dtype
-    upstream = torch.randn(q.shape).to(dtype), torch.randn(k.shape).to(dtype)
-    function = getattr(module, model.function)
-
-    def theirs(cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        leaves = [x.double().requires_grad_() for x in (q, k)]
-        outputs = function(*leaves, cos.double(), sin.double())
-        grads = torch.autograd.grad(outputs, leaves, [g.double() for g in upstream])
-        return (*(o.detach() for o in outputs), *grads)
-
-    wanted = theirs(cos, sin)
-    # it is linear in the tables, so these are the two products that every element is a sum of
-    products = zip(theirs(cos, 0 * sin), theirs(0 * cos, sin), strict=True)
-    unit, tiny = torch.finfo(dtype).eps / 2, torch.finfo(dtype).tiny
-    bounds = tuple(
-        unit * y.abs() + 2 * 2.0**-24 * (a.abs() + b.abs()) + tiny
-        for y, (a, b) in zip(wanted, products, strict=True)
-    )
-    options = {"interleaved": model.interleaved, "rotary_dim": model.rotary_dim}
-    return Example((q, k, cos, sin), upstream, options, wanted, bounds)
-
-
-@backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_within_one_rounding_of_the_models_own(name: str, dtype: torch.dtype, backend: str) -> None:
-    given = example(MODELS[name], dtype)
-    q, k, cos, sin = (t.to(device_of(backend)) for t in given.tensors)
-    leaves = [q.requires_grad_(), k.requires_grad_()]
-    outputs = tilewright.rope(q, k, cos, sin, backend=backend, **given.options)
-    grads = grads_of(outputs, leaves, [g.to(q.device) for g in given.upstream])
-    given.hold((*(o.detach() for o in outputs), *grads))
-
-
-IN_THE_INTERPRETER = """
-import sys, torch, tilewright
-made = []
-for (q, k, cos, sin), upstream, options in torch.load(sys.argv[1]):
-    leaves = [q.requires_grad_(), k.requires_grad_()]
-    outputs = tilewright.rope(q, k, cos, sin, backend="triton", **options)
-    grads = torch.autograd.grad(outputs, leaves, upstream) if upstream else ()
-    made.append([*(o.detach() for o in outputs), *grads])
-torch.save(made, sys.argv[2])
-"""
-
-
-def interpreted(calls: list[Any], folder: Path) -> list[list[Tensor]]:
-    """Results and gradients of Triton's kernel for (tensors, upstream, options) each."""
-    given, made = folder / "calls.pt", folder / "made.pt"
-    torch.save(calls, given)
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_THE_INTERPRETER, str(given), str(made)],
-        env={**environment, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return torch.load(made)  # type: ignore[no-any-return]
-
-
-def test_the_kernel_is_within_one_rounding_of_the_models_own(tmp_path: Path) -> None:
-    """Not in bfloat16: there the interpreter truncates where a GPU rounds."""
-    examples = [example(m, d) for m in MODELS.values() for d in (torch.float32, torch.float16)]
-    calls = [(e.tensors, e.upstream, e.options) for e in examples]
-    for given, got in zip(examples, interpreted(calls, tmp_path), strict=True):
-        given.hold(got)
-
 
 # --- tables and positions ------------------------------------------------------------------------
 

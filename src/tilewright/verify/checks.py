@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -194,7 +194,7 @@ def hostile_layouts(c: Context) -> Iterator[Result]:
         args, twins = _laid_out(c, variant, layouts.LAYOUTS[name], dtype)
         if not c.serves(args):
             continue
-        case = ", ".join([name, *(f"{k}={v}" for k, v in variant.items())])
+        case = _case(name, variant)
         judge = partial(_judge, c)
         for phase in ("forward", "backward") if c.op.autograd else ("forward",):
             verdict, got = judge(phase, args)
@@ -207,6 +207,10 @@ def hostile_layouts(c: Context) -> Iterator[Result]:
             plain = compare.random_like(as_tuple(c.op.outputs(*twins)), c.seed)
             verdict, _ = judge("backward", twins, [layouts.LAYOUTS[name](g) for g in plain])
             yield c.result("layouts", f"{case}, gradient", dtype, "backward", verdict)
+
+
+def _case(name: str, variant: Mapping[str, Any]) -> str:
+    return ", ".join([name, *(f"{k}={v}" for k, v in variant.items())])
 
 
 def layouts_of(op: Op) -> list[str]:
@@ -239,10 +243,10 @@ def in_place(c: Context) -> Iterator[Result]:
     """Written over its input, in every layout without overlap: the bits of the forward, no more."""
     if c.op.in_place is None:
         return
-    for name, dtype in itertools.product(layouts_of(c.op), FLOATS):
+    for variant, name, dtype in itertools.product(c.op.variants, layouts_of(c.op), FLOATS):
         if name == "expanded":
             continue
-        args, _ = _laid_out(c, {}, layouts.LAYOUTS[name], dtype)
+        args, _ = _laid_out(c, variant, layouts.LAYOUTS[name], dtype)
         count = len(as_tuple(c.op.outputs(*on_meta(args))))  # its first arguments are written
         rooms, targets = zip(*map(_in_a_room, args[:count]), strict=True)
         starts = [room.clone() for room in rooms]
@@ -261,7 +265,7 @@ def in_place(c: Context) -> Iterator[Result]:
                 call(c.op.in_place, (*targets, *args[count:]), c.backend)
                 if not compare.same_bits(rooms, wanted_rooms):
                     verdict = Verdict(message="not the bits of the forward, or more than those")
-        yield c.result("in place", name, dtype, "forward", verdict)
+        yield c.result("in place", _case(name, variant), dtype, "forward", verdict)
 
 
 def _in_a_room(laid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -408,7 +412,7 @@ def offsets(c: Context) -> Iterator[Result]:
         if not c.serves(c.inputs({"shape": (2, 64), **variant}, torch.float16, c.seed)):
             continue
         message = sparse_offsets.wrong(c.op.name, c.backend, c.device, number)
-        case = ", ".join(["stride 2^24 x 130 rows", *(f"{k}={v}" for k, v in variant.items())])
+        case = _case("stride 2^24 x 130 rows", variant)
         yield c.result("offsets", case, torch.float16, "", Verdict(message=message))
 
 

@@ -595,7 +595,7 @@ OP = Op(
     in_place=IN_PLACE,
     layout_argument="q",
     ranks=(3, 4),
-    variants=({}, {"style": "to_halves", "rotary": 32}),
+    variants=({}, {"style": "pairs"}, {"style": "to_halves", "rotary": 32}),
     errors=ERRORS,
 )
 
