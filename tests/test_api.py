@@ -24,7 +24,8 @@ from tilewright.verify import checks
 
 SRC = Path(tilewright.__file__).parents[1]
 FUNCTIONS = {name: getattr(tilewright.functional, name) for name in tilewright.functional.__all__}
-TORCHS = {name: getattr(F, name) for name in FUNCTIONS}
+# torch's functions that are another view of an op: in tilewright.functional alone
+FACES = {"scaled_dot_product_attention": tilewright.attention}
 
 
 def python(code: str, **env: str) -> str:
@@ -43,23 +44,36 @@ OTHER_DEFAULTS = {("softmax", "dim"): -1}
 OMITTED = {("softmax", "_stacklevel")}  # of the warning about an implicit dim, which we do not have
 
 
+def torchs_parameters(name: str) -> list[inspect.Parameter]:
+    """torch's, from its schema where the function is written in C++."""
+    function = getattr(F, name)
+    if not inspect.isbuiltin(function):
+        return list(inspect.signature(function).parameters.values())
+    return [
+        inspect.Parameter(
+            a.name,
+            inspect.Parameter.KEYWORD_ONLY
+            if a.kwarg_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
+        )
+        for a in getattr(torch.ops.aten, name).default._schema.arguments
+    ]
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signature_starts_with_torchs(name: str) -> None:
-    theirs = [
-        p
-        for p in inspect.signature(TORCHS[name]).parameters.values()
-        if (name, p.name) not in OMITTED
-    ]
+    theirs = [p for p in torchs_parameters(name) if (name, p.name) not in OMITTED]
     ours = list(inspect.signature(FUNCTIONS[name]).parameters.values())
     assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
     for our, their in zip(ours, theirs, strict=False):
-        assert our.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert our.kind == their.kind, our.name
         assert our.default == OTHER_DEFAULTS.get((name, our.name), their.default), our.name
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_torch_does_not_have_is_keyword_only_with_a_default(name: str) -> None:
-    theirs = inspect.signature(TORCHS[name]).parameters
+    theirs = {p.name for p in torchs_parameters(name)}
     extra = [
         p for p in inspect.signature(FUNCTIONS[name]).parameters.values() if p.name not in theirs
     ]
@@ -72,12 +86,20 @@ def test_what_torch_does_not_have_is_keyword_only_with_a_default(name: str) -> N
 def test_every_op_is_public_in_both_faces() -> None:
     """Those that torch has, in tilewright.functional; those it lacks, in tilewright alone."""
     public = {op.public for op in ops.registry().values() if op.public is not None}
-    assert {f for f in public if hasattr(F, f.__name__)} == set(FUNCTIONS.values())
+    shared = {name: f for name, f in FUNCTIONS.items() if name not in FACES}
+    assert {f for f in public if hasattr(F, f.__name__)} == set(shared.values())
     assert all(getattr(tilewright, f.__name__) is f for f in public)
-    for name, function in FUNCTIONS.items():
+    for name, function in shared.items():
         assert getattr(tilewright, name) is function
         assert name in tilewright.__all__
     assert all(hasattr(tilewright, name) for name in tilewright.__all__)
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_face_is_in_functional_alone_and_its_op_in_tilewright(name: str) -> None:
+    assert name in FUNCTIONS
+    assert not hasattr(tilewright, name)
+    assert FACES[name] in {op.public for op in ops.registry().values()}
 
 
 def test_torchs_call_styles_work() -> None:
@@ -120,6 +142,9 @@ DOCUMENTED = {
     **PUBLIC,
     "debug": tilewright.debug,
     "explain": tilewright.explain,
+    "flash_attention_backend": tilewright.flash_attention_backend,
+    "flash_attention_bhsd": tilewright.flash_attention_bhsd,
+    **{name: FUNCTIONS[name] for name in FACES},
     "use_backend": tilewright.use_backend,
 }
 

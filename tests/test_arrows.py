@@ -19,9 +19,10 @@ SRC = Path(tilewright.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 
 LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"]
-LEAVES += ["debugging"]
+LEAVES += ["debugging", "attending", "sdpa"]
 BELOW_OPS = [*LEAVES, "dispatch", "library"]
-READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", "functional", "explain"]  # of registry()
+FACES = ["functional", "explain", "compat"]
+READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", *FACES]  # of registry()
 
 # Module -> what it may import of ours. The first pattern that fits a file decides.
 # "." is the package itself, the public face; "{here}" is the op's own folder.
@@ -32,8 +33,10 @@ MAY_IMPORT: dict[str, list[str]] = {
     "shapes": ["errors"],
     "checks": ["errors"],
     "debugging": [],
+    "sdpa": ["errors", "checks"],
     "norms": ["errors", "checks"],
     "gated": ["errors", "spec", "shapes", "checks"],
+    "attending": ["errors", "spec", "checks"],
     "fp8": ["errors"],
     "fp8_norms": ["errors", "spec", "shapes", "fp8"],
     "quant": ["errors"],
@@ -52,14 +55,18 @@ MAY_IMPORT: dict[str, list[str]] = {
     "ops": ["spec"],
     "ops.*.op": [
         *("errors", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"),
+        *("attending", "{here}.bounds"),
         *("debugging", "library", "{here}", "{here}.reference"),
     ],
+    "ops.*.bounds": ["spec", "{here}.reference"],
     "ops.*.reference": ["ops.*.reference", "fp8", "gated"],
-    "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*"],
+    "ops.*.*_kernels": ["toolkit", "toolkit.*"],  # device code that fills a file of its own
+    "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*", "{here}.*_kernels"],
     "ops.*": [],  # a folder's __init__
-    "functional": ["ops.*.op"],
+    "functional": ["errors", "checks", "sdpa", "library", "ops.*.op"],
     "explain": [*BELOW_OPS, "ops", "functional", "toolkit.recording"],
-    "": [*BELOW_OPS, "functional", "explain", "nn", "ops.*.op"],
+    "compat": [*LEAVES, "dispatch", "functional", "explain", "ops.*.op"],
+    "": [*BELOW_OPS, *FACES, "nn", "ops.*.op"],
     "nn": [*LEAVES, "functional", "ops.*.op", "quant"],
     "verify*": [*READERS, ".", "verify*"],
     "matrix*": [*READERS, ".", "matrix*"],

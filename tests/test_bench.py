@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +21,15 @@ import torch
 from rich.console import Console
 
 from fake_bench import H200, bench, subject
-from tilewright.bench import predict, rivals, roofs, suites, tables, timing, witness
+from tilewright.bench import host, predict, rivals, roofs, suites, tables, timing, witness
 from tilewright.bench.contest import contests
 from tilewright.bench.measure import measure
 from tilewright.bench.record import Row, Stats
 from tilewright.bench.roofs import MIXES, STREAMS, mix_of, sets_for
 from tilewright.bench.subject import Wish, of_op
+from tilewright.bench.timing import Within
 from tilewright.dims import meta_inputs
-from tilewright.errors import InputError
+from tilewright.errors import InputError, UnsupportedError
 from tilewright.ops import registry
 from tilewright.spec import Case, Traffic, as_tuple
 
@@ -121,9 +125,16 @@ HAND_COUNTS = {  # op, phase: elements read, elements written, by reading the ma
     ("geglu", "backward"): (3 * BIG, 2 * BIG),
     ("geglu_packed", "forward"): (BIG, BIG // 2),
     ("geglu_packed", "backward"): (BIG // 2 + BIG, BIG),
+    # a batch of 64, 2 heads of 16 tokens and dims; k and v have one head: q, k, v; out
+    ("attention", "forward"): (2 * BIG, BIG),
+    # gradient, q, k, v, out; dq, dk, dv. The lse's own gradient is not there
+    ("attention", "backward"): (4 * BIG, 2 * BIG),
 }
+LSE = 4 * N * 2 * 16
 # whatever the input's dtype: q, and a float32 scale for each row
-BYTES_WRITTEN = dict.fromkeys(("layer_norm_fp8", "rms_norm_fp8"), BIG + 4 * N)
+BYTES_WRITTEN = {(op, "forward"): BIG + 4 * N for op in ("layer_norm_fp8", "rms_norm_fp8")}
+BYTES_WRITTEN["attention", "forward"] = LSE
+BYTES_READ = {("attention", "backward"): LSE}
 
 
 def test_every_op_has_a_hand_count() -> None:
@@ -138,8 +149,9 @@ def test_bytes_are_those_of_a_hand_count(op: str, phase: str, dtype: torch.dtype
     case = Case("", {"shape": (N, C)})
     found = of_op(registry()[op], case, dtype, phase, "cpu", H200, Wish((), ())).traffic
     size = torch.empty((), dtype=dtype).element_size()
-    read, written = HAND_COUNTS[op, phase]
-    assert found == (read * size, written * size + BYTES_WRITTEN.get(op, 0))
+    read, written = (count * size for count in HAND_COUNTS[op, phase])
+    place = (op, phase)
+    assert found == (read + BYTES_READ.get(place, 0), written + BYTES_WRITTEN.get(place, 0))
 
 
 def test_bytes_are_counted_from_the_tensors() -> None:
@@ -170,6 +182,15 @@ def test_the_op_that_runs_in_a_phase() -> None:
     running, its_args = softmax.in_phase(args, "backward")
     assert running.name == "softmax_backward"
     assert [tuple(t.shape) for t in its_args[:2]] == [(N, C), (N, C)]
+
+
+def test_a_gradient_of_what_a_user_does_not_get_is_not_there() -> None:
+    attention = registry()["attention"]
+    args = meta_inputs(attention, {"shape": (N, C)}, torch.float16)
+    grad, grad_lse, *_ = attention.in_phase(args, "backward")[1]
+    assert (tuple(grad.shape), grad_lse) == ((64, 2, 16, 16), None)
+    asked = replace(attention, returned=None).in_phase(args, "backward")[1]
+    assert tuple(asked[1].shape) == (64, 2, 16)
 
 
 def test_the_mix_of_a_call() -> None:
@@ -330,14 +351,15 @@ def test_eager_compile_and_vendor_stand_beside_every_op(op: str) -> None:
         torch.randn(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
         for a in meta_inputs(registry()[op], {"shape": (8, 64)}, torch.float32)
     )
-    wanted = as_tuple(registry()[op].reference(*args))
-    for got, want in zip(as_tuple(found["vendor"].call(*args)), wanted, strict=True):
+    wanted = as_tuple(registry()[op].reference(*args))[: registry()[op].returned]
+    for got, want in zip(as_tuple(found["vendor"](*args)), wanted, strict=True):
         assert torch.allclose(got.double(), want.double(), atol=1e-5)  # fp8 knows no allclose
 
 
 def test_peers_that_are_not_installed_say_so() -> None:
     for name in rivals.PEERS:
-        adapter = __import__(f"tilewright.bench.rivals.{name}", fromlist=["CALLS"])
+        package = name.partition("-")[0]
+        adapter = __import__(f"tilewright.bench.rivals.{package}", fromlist=["CALLS"])
         for op in adapter.CALLS:
             rival = rivals.peer(name, op)
             assert rival is not None
@@ -367,6 +389,193 @@ def test_peers_refuse_what_they_cannot_do() -> None:
     assert layer is not None
     assert layer.refuses(x.bfloat16(), w, None, 1e-5) == ""
     assert "float32" in layer.refuses(x.bfloat16(), w.bfloat16(), None, 1e-5)
+
+
+# --- torch's attention and FlashAttention-4, with the arguments of our op ------------------------
+
+
+def attending(
+    q: Sequence[int] = (2, 4, 16, 32), k: Sequence[int] = (2, 4, 16, 32), **given: Any
+) -> tuple[Any, ...]:
+    """A call's arguments in the op's order; those that a test does not name are off."""
+    dtype, device = given.pop("dtype", torch.float32), given.pop("device", "cpu")
+    tensors = [torch.randn(q), torch.randn(k), torch.randn(given.pop("v", k))]
+    how: dict[str, Any] = {
+        **dict.fromkeys(("sinks", "slopes", "bias", "cu_q", "cu_k", "lengths")),
+        **{"layout": "bhsd", "scale": 0.25, "left": -1, "right": -1, "top_left": False},
+        **{"softcap": 0.0, "max_q": 0, "max_k": 0, "precision": "ieee"},
+    }
+    assert set(given) <= set(how)
+    return (*(t.to(device, dtype) for t in tensors), *{**how, **given}.values())
+
+
+def in_doubles(args: Sequence[Any]) -> torch.Tensor:
+    """Plain attention, its heads repeated; (batch, heads, tokens, dim)."""
+    q, k, v = (x.double() if args[9] == "bhsd" else x.double().transpose(1, 2) for x in args[:3])
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * args[10]
+    if args[12] == 0:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    out = scores.softmax(-1) @ v
+    return out if args[9] == "bhsd" else out.transpose(1, 2)
+
+
+def peer(name: str) -> rivals.Rival:
+    found = rivals.peer(name, "attention")
+    assert found is not None
+    return found
+
+
+def test_ways_of_torchs_attention_follow_the_vendor() -> None:
+    assert rivals.NAMES[:5] == (*rivals.ALWAYS, "sdpa-flash", "sdpa-cudnn")
+    found = rivals.of(registry()["attention"])
+    assert list(found) == [*rivals.NAMES[:5], "fa4"]
+    assert not any(found[name].missing for name in rivals.NAMES[:5])
+    assert found["vendor"].setting is None  # torch's own choice
+    assert not any(name.startswith("sdpa") for name in rivals.of(registry()["softmax"]))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        attending(),
+        attending(right=0),
+        attending(q=(2, 8, 16, 32), right=0),  # two query heads to a key head
+        attending(q=(2, 16, 8, 32), k=(2, 16, 2, 32), layout="bshd"),
+        attending(q=(2, 4, 5, 32)),
+    ],
+    ids=["full", "causal", "grouped", "bshd", "fewer queries"],
+)
+def test_torchs_attention(args: Any) -> None:
+    """By its choice, and held to FlashAttention, of which it has one for CPUs."""
+    for rival in (rivals.of(registry()["attention"])["vendor"], peer("sdpa-flash")):
+        assert rival.refuses(*args) == ""
+        out = rival.bind(args)()
+        assert out.shape == args[0].shape
+        assert torch.allclose(out.double(), in_doubles(args), atol=1e-5)
+
+
+NO_LENGTHS, NOTHING_ELSE = "sequences of one length", "no sinks, no ALiBi and no softcap"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (attending((16, 4, 32), (16, 4, 32), layout="thd"), NO_LENGTHS),
+        (attending(lengths=torch.tensor([3, 16])), NO_LENGTHS),
+        (attending(sinks=torch.zeros(4)), NOTHING_ELSE),
+        (attending(slopes=torch.zeros(4)), NOTHING_ELSE),
+        (attending(softcap=30.0), NOTHING_ELSE),
+        (attending(left=4, right=0), "window"),
+        (attending(right=4), "window"),
+        (attending(right=0, bias=torch.zeros(16, 16)), "not both"),
+        (attending((2, 4, 8, 32), right=0), "as many queries as keys"),
+        (attending((2, 8, 4, 32), (2, 16, 4, 32), right=0, layout="bshd"), "as many queries"),
+    ],
+)
+def test_torchs_attention_refuses_what_it_does_not_have(args: Any, says: str) -> None:
+    for name in ("sdpa-flash", "sdpa-cudnn"):
+        assert says in peer(name).refuses(*args)
+
+
+def test_a_kernel_that_torch_does_not_have_here_is_unavailable() -> None:
+    """And torch's own words say why."""
+    with pytest.raises(UnsupportedError, match="same last dimension"):
+        peer("sdpa-flash").bind(attending(v=(2, 4, 16, 8)))()
+    with pytest.raises(UnsupportedError, match="No viable backend"):
+        peer("sdpa-cudnn").bind(attending())()
+    mixed = list(attending())
+    mixed[1] = mixed[1].double()
+    with pytest.raises(RuntimeError, match="same dtype") as told:  # a mistake stays one
+        peer("sdpa-flash").bind(mixed)()
+    assert not isinstance(told.value, UnsupportedError)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_attention_is_judged_beside_torchs_own(phase: str) -> None:
+    dims = {"shape": (1, 2, 8, 16), "kv_heads": 1, "causal": True}
+    wish = Wish((), ("eager", "vendor", "sdpa-flash", "sdpa-cudnn"))
+    op, case = registry()["attention"], Case("a case", dims)
+    of = of_op(op, case, torch.float32, phase, "cpu", H200, wish)
+    rows = measure(of, bench(of, {}, warmup=1, iters=4))
+    found = {row.contender: row.state for row in rows}
+    assert found == {"eager": "ok", "vendor": "ok", "sdpa-flash": "ok", "sdpa-cudnn": "unavailable"}
+    window = of_op(
+        op, Case("", {**dims, "window": (3, 0)}), torch.float32, phase, "cpu", H200, wish
+    )
+    assert {c.missing for c in window.contenders[1:]} == {"it has no window"}
+
+
+def test_the_cpu_time_of_a_call_is_taken_inside_its_setting() -> None:
+    calls = host._served(host.contenders("cpu", torch.float32, False)["attention"])
+    assert list(calls) == ["torch", "sdpa-flash", "automatic"]  # cuDNN is for GPUs
+    entries: list[int] = []
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        entries.append(1)
+        yield
+
+    counted: Any = {name: Within(setting, lambda: None) for name in ("torch", "sdpa-flash")}
+    found = host.measure(counted, 2 * host.BURST, lambda: None)
+    assert found["sdpa-flash"]["calls"] == 2 * host.BURST
+    assert len(entries) == 2 * (20 + 2)  # once a burst, and for each call before
+
+
+def test_torchs_choice_is_its_own_again_after_a_rivals_call() -> None:
+    flags = [f"{name}_sdp_enabled" for name in ("flash", "cudnn", "mem_efficient", "math")]
+    before = [getattr(torch.backends.cuda, flag)() for flag in flags]
+    peer("sdpa-flash").bind(attending())()
+    assert [getattr(torch.backends.cuda, flag)() for flag in flags] == before
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (attending(), "float16 and bfloat16"),
+        (attending((1, 1, 4, 512), (1, 1, 4, 512), dtype=torch.float16), "at most 256"),
+        (attending(slopes=torch.zeros(4), dtype=torch.float16), "no ALiBi"),
+        (attending(bias=torch.zeros(16, 16), dtype=torch.float16), "no bias"),
+        (attending(lengths=torch.tensor([3, 16]), dtype=torch.float16), "padded"),
+        (attending((2, 4, 8, 32), right=0, top_left=True, dtype=torch.float16), "bottom right"),
+        (attending((2, 4, 8, 32), right=0, dtype=torch.float16), ""),
+        (attending(right=0, top_left=True, dtype=torch.float16), ""),
+        (attending(left=4, right=0, softcap=30.0, dtype=torch.float16), ""),
+        (attending((16, 4, 32), (16, 4, 32), layout="thd", dtype=torch.bfloat16), ""),
+    ],
+)
+def test_flash_attention_4_refuses_what_it_does_not_have(args: Any, says: str) -> None:
+    found = peer("fa4").refuses(*args)
+    assert says in found
+    assert bool(says) == bool(found)
+
+
+def test_flash_attention_4_is_called_in_its_own_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens before heads, None for a bound that is none, and the output alone."""
+    seen: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def named(name: str) -> Any:
+        return lambda *qkv, **how: (seen.append((name, qkv[0].shape, how)), (qkv[0] + 1, None))[1]
+
+    module = SimpleNamespace(flash_attn_func=named("dense"), flash_attn_varlen_func=named("packed"))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    rival = peer("fa4")
+    dense = attending((2, 4, 16, 32), right=0, softcap=2.0)
+    assert torch.equal(rival.bind(dense)(), dense[0] + 1)
+    swapped = attending((2, 16, 4, 32), (2, 16, 4, 32), layout="bshd", left=3, right=0)
+    assert torch.equal(rival.bind(swapped)(), swapped[0] + 1)
+    ends = torch.tensor([0, 7, 16], dtype=torch.int32)
+    packed = attending((16, 4, 32), (16, 4, 32), layout="thd", cu_q=ends, cu_k=ends, max_q=9,
+                       max_k=9)  # fmt: skip
+    assert torch.equal(rival.bind(packed)(), packed[0] + 1)
+    plain = {"softmax_scale": 0.25, "learnable_sink": None, "softcap": 0.0}
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    assert seen == [
+        ("dense", (2, 16, 4, 32), {**plain, "window_size": (None, 0), "softcap": 2.0}),
+        ("dense", (2, 16, 4, 32), {**plain, "window_size": (3, 0)}),
+        ("packed", (16, 4, 32), {**plain, "window_size": (None, None), **lengths}),
+    ]
 
 
 def test_the_vendor_refuses_castings_it_does_not_have() -> None:
@@ -410,13 +619,28 @@ def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- suites --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suite", suites.SUITES)
+@pytest.mark.parametrize("suite", [name for name in suites.SUITES if name != "sparse"])
 def test_every_op_has_cases_in_every_suite(suite: str) -> None:
     for op in registry().values():
         cases = suites.suite_cases(op, suite)
+        if (op.name, suite) == ("attention", "decode"):  # work of another kind: one query
+            continue
         assert cases, op.name
         if suite == "quick":
             assert len(cases) == 2
+
+
+def test_ops_without_sparse_cases_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    relu, softmax = registry()["relu"], registry()["softmax"]
+    window = Case("window", {"shape": (8, 8)}, "sparse")
+    ops = {"relu": relu, "softmax": replace(softmax, cases=(*softmax.cases, window))}
+    monkeypatch.setattr(suites, "registry", lambda: ops)
+    found = suites.plan([], "sparse", [], ["bf16"], ["fwd", "bwd"])
+    assert [(w.op.name, w.case.name, w.phase) for w in found] == [
+        ("softmax", "window", "forward"),
+        ("softmax", "window", "backward"),
+    ]
+    assert suites.plan(["relu"], "sparse", [], ["bf16"], ["fwd"]) == []
 
 
 def test_suites_are_of_real_layers() -> None:

@@ -199,6 +199,20 @@ def test_without_a_gpu_bench_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only["us"] == pytest.approx(2 * 2 * 4096 * 4096 / 2.039e12 * 1e6)
 
 
+def test_every_rival_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
+    asked = "eager,vendor,sdpa-flash,sdpa-cudnn,fa4"
+    done = tw("bench", "relu", "--shape", "64x64", "--baselines", asked)
+    assert done.exit_code == 0
+    assert_one_line(tw("bench", "--baselines", "sdpa"), "--baselines is 'sdpa'", "sdpa-flash")
+
+
+def test_a_suite_of_which_an_op_has_no_case() -> None:
+    done = tw("bench", "relu", "--suite", "sparse")
+    assert done.exit_code == 1
+    assert "no case of these ops fits" in done.stderr
+
+
 def test_profile_without_a_gpu_prints_the_command() -> None:
     done = tw("profile", "softmax", "--shape", "16x4096,dim=0", "--mode", "full")
     assert done.exit_code == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tilewright import gpu as gpus
 from tilewright.bench import clock as clocks
 from tilewright.bench.clock import CudaClock
+from tilewright.bench.timing import Within
 
 
 class Device:
@@ -142,3 +144,42 @@ def test_host_times_come_from_bursts_on_an_empty_queue(
     assert device.log.count("a") >= 2 * clocks.BURST
     if way == "host":  # the kernels are awaited inside what is timed
         assert device.log[clocks.BURST + 1] == "wait"
+
+
+@pytest.mark.parametrize("way", ["cold", "host", "cpu"])
+def test_a_setting_is_entered_before_what_is_timed(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program enters it once, around all its calls: it is no part of a call."""
+    device = Device(monkeypatch, lambda n: False)
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        device.log.append("enter")
+        yield
+        device.log.append("leave")
+
+    getattr(device.clock, way)({"a": Within(setting, device.call("a"))}, 2)
+    words = device.log
+    first, last = words.index("a"), len(words) - 1 - words[::-1].index("a")
+    entries = 2 if way == "cold" else 1  # of samples that are one call, or many
+    assert (words.count("enter"), words.count("leave")) == (entries, entries)
+    assert words.index("enter") < first
+    assert last < len(words) - 1 - words[::-1].index("leave")
+    if way == "cold":
+        assert words[:6] == ["enter", "flush", "event", "a", "query", "event"]
+
+
+def test_a_setting_is_left_after_every_call_that_nobody_times() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        log.append("enter")
+        yield
+        log.append("leave")
+
+    call = Within(setting, lambda: log.append("call"))
+    call()
+    call()
+    assert log == ["enter", "call", "leave"] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +13,13 @@ import torch
 import fake_bench
 from fake_bench import H200, bench, ours, stream_us, subject
 from tilewright.bench import measure as measuring
-from tilewright.bench import timing
+from tilewright.bench import rivals, timing
 from tilewright.bench.guard import Floor, Timed, is_suspect, judge
 from tilewright.bench.measure import measure
 from tilewright.bench.record import Row
-from tilewright.bench.subject import Contender, Subject
+from tilewright.bench.subject import Contender, Subject, Wish, of_op
 from tilewright.ops import registry
-from tilewright.spec import Cost, Traffic
+from tilewright.spec import Case, Cost, Traffic
 
 REFERENCE = registry()["softmax"].reference
 
@@ -284,6 +286,95 @@ def test_warmup_and_seed_are_what_was_asked_for() -> None:
     few, many = first_values(2, 0), first_values(9, 0)
     assert len(many) - len(few) == 7
     assert few[0] == many[0] != first_values(2, 5)[0]
+
+
+# --- outputs that a user does not get ------------------------------------------------------------
+
+TWO_OUTPUTS = registry()["add_rms_norm"]  # the norm, and the sum that it is the norm of
+
+
+def only_the_norm(*args: Any) -> torch.Tensor:
+    norm: torch.Tensor = TWO_OUTPUTS.reference(*args)[0]
+    return norm
+
+
+def of_the_norm_alone(phase: str, *rivals: str) -> Subject:
+    """As if its function kept the sum to itself."""
+    op = replace(TWO_OUTPUTS, returned=1, baselines={"vendor": only_the_norm})
+    case, wish = Case("a case", {"shape": (64, 512)}), Wish((), rivals or ("eager", "vendor"))
+    return of_op(op, case, torch.float32, phase, "cpu", H200, wish)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_outputs_that_a_user_does_not_get_are_not_compared(phase: str) -> None:
+    of = of_the_norm_alone(phase)
+    rows = measure(of, bench(of, {"eager": 1e4, "vendor": 1e4}))
+    assert [(row.state, row.reason) for row in rows] == [("ok", "")] * 2
+    whole = of_op(TWO_OUTPUTS, Case("", of.dims), torch.float32, phase, "cpu", H200, Wish((), ()))
+    one = 64 * 512 * 4
+    ours_moves = one if phase == "forward" else 0  # it writes the sum, and reads no gradient of it
+    assert of.traffic.total == whole.traffic.total - one + ours_moves
+    assert of.least.total == whole.least.total - one  # nobody must move it
+    count = len(TWO_OUTPUTS.arguments)
+    assert len(of.make(0)) == (count if phase == "forward" else count + 1)
+
+
+def test_a_kernel_that_returns_more_than_was_asked_for() -> None:
+    of = with_ours(of_the_norm_alone("forward"), ours(TWO_OUTPUTS.reference))
+    row = measure(of, bench(of, {"triton": 1e4}))[0]
+    assert_no_number(row, "2 results where there should be 1")
+
+
+def test_a_wrong_result_among_those_that_a_user_gets() -> None:
+    of = with_ours(of_the_norm_alone("forward"), ours(lambda *args: 1.01 * only_the_norm(*args)))
+    row = measure(of, bench(of, {"triton": 1e4}))[0]
+    assert_no_number(row, "wrong before timing", "the tolerance")
+
+
+def test_a_backward_that_knows_a_gradient_of_what_nobody_used() -> None:
+    of = of_the_norm_alone("backward")
+
+    def bind(both: Any) -> Any:
+        args, grad = both[:-1], both[-1]
+        leaves = [a.detach().requires_grad_() for a in args[:3]]
+        with torch.enable_grad():
+            outputs = TWO_OUTPUTS.reference(*leaves, *args[3:])
+        return lambda: torch.autograd.grad(outputs, leaves, (grad, grad), retain_graph=True)
+
+    rows = measure(with_ours(of, Contender("triton", True, bind, ("_k",))), bench(of, {}))
+    assert_no_number(rows[0], "wrong before timing", "the tolerance")
+    assert rows[1].state == "ok"
+
+
+def test_a_compiler_is_not_made_to_compute_what_nobody_gets() -> None:
+    op = replace(TWO_OUTPUTS, returned=1)
+    args = of_the_norm_alone("forward").make(0)
+    for name in ("eager", "compile"):
+        call = rivals.of(op)[name].call
+        function = call.function if isinstance(call, rivals.Compiled) else call
+        assert len(function(*args)) == 1
+
+
+def test_a_graph_is_let_go_before_the_truth_is_made_again() -> None:
+    """What contenders saved for their backwards, and float64's own, need not fit together."""
+    of = of_the_norm_alone("backward")
+    honest = of.contenders[0]
+    alive: list[weakref.ref[Any]] = []
+    at_truth: list[int] = []
+
+    def bind(args: Any) -> Any:
+        call = honest.bind(args)
+        alive.append(weakref.ref(call))
+        return call
+
+    def truth(args: Any) -> Any:
+        gc.collect()
+        at_truth.append(sum(one() is not None for one in alive))
+        return of.truth(args)
+
+    made = replace(of, contenders=(replace(honest, bind=bind),), truth=truth)
+    measure(made, bench(made, {}))
+    assert (at_truth[0], at_truth[-1]) == (0, 0)
 
 
 # --- lies about what ran -------------------------------------------------------------------------

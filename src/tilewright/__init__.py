@@ -1,10 +1,12 @@
 """tilewright: GPU kernels for transformer models, checked against float64, measured honestly."""
 
-from tilewright import functional
+from tilewright import compat, functional
+from tilewright.compat import flash_attention_backend, flash_attention_bhsd
 from tilewright.debugging import debug
 from tilewright.dispatch import use_backend
 from tilewright.errors import DTypeError, InputError, TilewrightError, UnsupportedError
 from tilewright.explain import explain
+from tilewright.ops.attention.op import attention
 from tilewright.ops.geglu.op import geglu, geglu_packed
 from tilewright.ops.layer_norm.op import layer_norm
 from tilewright.ops.layer_norm_fp8.op import layer_norm_fp8
@@ -24,8 +26,12 @@ __all__ = [
     "TilewrightError",
     "UnsupportedError",
     "__version__",
+    "attention",
+    "compat",
     "debug",
     "explain",
+    "flash_attention_backend",
+    "flash_attention_bhsd",
     "functional",
     "geglu",
     "geglu_packed",

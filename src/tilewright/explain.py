@@ -6,13 +6,14 @@ up to its registered op, where `library` hands the call over instead of running 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from tilewright import dispatch, library
+from tilewright import dispatch, functional, library
 from tilewright import gpu as gpus
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
@@ -62,7 +63,8 @@ def explain(
 ) -> Explanation:
     """Explain a call: `explain("rms_norm", x, (4096,), weight, gpu="h100")`.
 
-    `args` and `kwargs` are the public function's. `gpu` pretends that the tensors lie on that GPU:
+    `args` and `kwargs` are the public function's: an op's, or one of tilewright.functional, which
+    may end at an op of another name, or at torch. `gpu` pretends that the tensors lie on that GPU:
     a product's name, or an SM version such as "sm_86" or 86.
 
     >>> import torch, tilewright
@@ -74,7 +76,9 @@ def explain(
     given = (*args, *kwargs.values())
     if target is None and any(isinstance(a, torch.Tensor) and a.is_meta for a in given):
         target = gpus.detect()
-    found, call = _registered_call(op, args, {**kwargs, "backend": backend})
+    found, call, why = _registered_call(op, args, {**kwargs, "backend": backend})
+    if why is not None:
+        return _left_to_torch(op, found, call, why, target)
     return explain_call(found, call[:-1], gpu=target, backend=call[-1])
 
 
@@ -100,31 +104,52 @@ def explain_call(
     )
 
 
+def _left_to_torch(name: str, op: Op, args: Args, why: str, gpu: Gpu | None) -> Explanation:
+    """For a call that the public function gives to torch's own function, not to `op`."""
+    asked_by = dispatch.requested(op, args[-1])[1]
+    choice = dispatch.choose(op, args[:-1], backend="torch", gpu=gpu)
+    return Explanation(
+        op=name,
+        backend="torch",
+        asked_by=asked_by,
+        gpu=choice.gpu.name if choice.gpu else None,
+        refused=dict.fromkeys((backend for backend, _ in choice.refused), why),
+    )
+
+
 def _target(gpu: str | int | Gpu | None) -> Gpu | None:
     return gpu if gpu is None or isinstance(gpu, Gpu) else gpus.pretend(str(gpu))
 
 
-def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op, Args]:
-    """The op and arguments that the public function `name` would run."""
+def _registered_call(name: str, args: Args, kwargs: dict[str, Any]) -> tuple[Op, Args, str | None]:
+    """The op and arguments that the public function `name` would run, or why it would not."""
     op = registry().get(name)
-    if op is None or op.public is None:
-        raise InputError(f"explain: op is {name!r}; it must be one of {', '.join(registry())}.")
+    public = op.public if op is not None else _faces().get(name)
+    if public is None:
+        known = ", ".join((*registry(), *_faces()))
+        raise InputError(f"explain: op is {name!r}; it must be one of {known}.")
     thread, listener = get_ident(), []  # type: ignore[var-annotated]
     library.capturing[thread] = listener
     try:
-        op.public(*args, **kwargs)
+        public(*args, **kwargs)
     except library.Captured:
-        found: tuple[Op, Args] = listener[0]
+        found: tuple[Op, Args, str | None] = listener[0]
     else:
         raise AssertionError(f"{name} returned without reaching its op")
     finally:
         del library.capturing[thread]
-    if found[0].name != name != op.public_name:
+    if op is not None and found[0].name != name != op.public_name:
         raise InputError(
             f"explain: op is {name!r}, and with these arguments {op.public_name} runs "
             f"{found[0].name!r}. Ask for {op.public_name!r}, with the arguments of your call."
         )
     return found
+
+
+def _faces() -> dict[str, Callable[..., Any]]:
+    """torch's functions that stand on an op of another name."""
+    names = (name for name in functional.__all__ if name not in registry())
+    return {name: getattr(functional, name) for name in names}
 
 
 def kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:

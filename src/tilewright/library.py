@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tilewright import dispatch
-from tilewright.errors import CaptureError
+from tilewright.errors import CaptureError, UnsupportedError
 from tilewright.spec import Args, Op
 from tilewright.toolkit import memory
 from tilewright.toolkit.launch import Shot
@@ -43,8 +43,9 @@ _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 # every registered op's caller by name: `calls[name](*tensors, rest)`, where rest is a tuple of the
 # arguments that are no tensors and, last, the backend asked for
 calls: dict[str, Callable[..., Any]] = {}
-# explain() listens here, by thread; while anybody does, no call takes the short way
-capturing: dict[int, list[tuple[Op, Args]]] = {}
+# explain() listens here, by thread, for (op, arguments, why torch's function serves it instead);
+# while anybody does, no call takes the short way
+capturing: dict[int, list[tuple[Op, Args, str | None]]] = {}
 
 
 class Plan(NamedTuple):
@@ -159,10 +160,7 @@ def register(op: Op) -> Callable[..., Any]:
 
     def slow(*given: Any) -> Any:
         args = (*given[:-1], *given[-1])
-        listener = capturing.get(get_ident()) if capturing else None
-        if listener is not None:
-            listener.append((op, args))
-            raise Captured
+        _tell_listener(op, args)
         op.check(*args[:-1])
         if args[-1] is not None:
             dispatch.requested(op, args[-1])  # a backend that is no name at all is refused here
@@ -170,6 +168,29 @@ def register(op: Op) -> Callable[..., Any]:
 
     calls[op.name] = _caller(op, plans, slow, operator, function)
     return calls[op.name]
+
+
+def leave_to_torch(name: str, op: Op, tensor: torch.Tensor, backend: str | None, why: str) -> None:
+    """What the public function `name` says before it calls torch's own function instead of `op`.
+
+    A backend that somebody asked for is refused aloud, and explain() hears the reason.
+    """
+    wanted, asked_by = backend, "backend="
+    if not torch.compiler.is_compiling():  # Dynamo cannot trace a ContextVar
+        wanted, asked_by = dispatch.requested(op, backend)
+    if wanted not in (None, "torch"):
+        raise UnsupportedError(
+            f"{name}: backend {wanted!r} ({asked_by}) cannot serve this call: {why}. "
+            "What would work: torch."
+        )
+    _tell_listener(op, (tensor, backend), why)
+
+
+def _tell_listener(op: Op, args: Args, why: str | None = None) -> None:
+    listener = capturing.get(get_ident()) if capturing else None
+    if listener is not None:
+        listener.append((op, args, why))
+        raise Captured
 
 
 def write_in_place(call: Callable[..., Any], written: Sequence[torch.Tensor], *rest: Any) -> None:

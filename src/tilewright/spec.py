@@ -74,9 +74,9 @@ class Backend:
 class Case:
     """Named dims and options of one call; `group` says who wants it.
 
-    verify takes "edge" and, on a GPU, "plan"; bench takes "model", "sweep", "decode" and
-    "prefill"; the compile matrix takes all. Every op's dims hold "shape", the shape of its
-    layout_argument.
+    verify takes "edge" and, on a GPU, "plan"; bench takes "model", "sweep", "decode", "prefill" and
+    "sparse", windows and sequences of many lengths; the compile matrix takes all. Every op's dims
+    hold "shape", the shape of its layout_argument.
     """
 
     name: str
@@ -151,8 +151,16 @@ class Op:
     """Rivals beside eager and compiled torch, which are made from the reference. "vendor" is the
     kernel that torch or the GPU's maker ships for this very op: (*args) -> result."""
     autograd: Autograd | None = None
+    backward_flops: float = 2.0  # of a forward's: each of its products has two in its backward
+    backward_times_torch: float | None = None
+    """How many times torch's own error, in the same dtype, a gradient may have; None: it is held to
+    the tolerance alone."""
+    returned: int | None = None
+    """How many of the outputs its public function returns unless asked for more; None: all."""
     autocast: Callable[..., Args] | None = None  # (*args) -> args; None: keeps the dtype
     in_place: Op | None = None  # the same op written over its input
+    features: Callable[[bool], Mapping[str, Mapping[str, Mapping[str, Any]]]] | None = None
+    """(large) -> the dims of each level of each feature: `verify` lets every two of them meet."""
     exact_inputs: Callable[..., Args] | None = None  # as inputs; the result is exact in any order
     bit_inputs: Callable[[str], Iterator[tuple[str, Args]]] | None = None
     """(device) -> named calls that must give the bits of the reference in its own dtype."""
@@ -199,14 +207,17 @@ class Op:
         if phase == "forward":
             return self, args
         assert self.autograd is not None
-        meta = on_meta(args)
+        meta, backward = on_meta(args), self.autograd.op
         outputs = as_tuple(self.outputs(*meta))
-        return self.autograd.op, self.backward_call(meta, outputs, outputs)
+        used = len(outputs) if self.returned is None else self.returned
+        may_lack = backward.optional
+        grads = (o if i < used or not may_lack[i] else None for i, o in enumerate(outputs))
+        return backward, self.backward_call(meta, outputs, tuple(grads))
 
     def cost_in(self, dims: Mapping[str, Any], dtype: torch.dtype, phase: str) -> Cost:
-        """The arithmetic of a phase: each product of a forward has two in its backward."""
+        """The arithmetic of a phase."""
         cost = self.cost(dims, dtype) if self.cost else Cost(0.0)
-        return cost if phase == "forward" else Cost(2 * cost.flops, cost.unit)
+        return cost if phase == "forward" else Cost(self.backward_flops * cost.flops, cost.unit)
 
     @property
     def kept_places(self) -> tuple[tuple[bool, int], ...]:

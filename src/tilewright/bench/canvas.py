@@ -54,6 +54,8 @@ THEME: Mapping[str, tuple[str, str]] = {
     "eager": ("#858b94", "#8b95a1"),
     "compile": ("#b07d1a", "#d3a64d"),
     "vendor": ("#a0568c", "#d48cc0"),
+    "sdpa-flash": ("#7d5ba6", "#b79ae0"),
+    "sdpa-cudnn": ("#3f8f6b", "#74c79f"),
     "liger": ("#6b8a3a", "#a3c46f"),
     "quack": ("#b8613f", "#e0926f"),
     "fa4": ("#5d7a8c", "#93b4c7"),
@@ -74,9 +76,11 @@ THEME: Mapping[str, tuple[str, str]] = {
 }
 STEPS = (0.44, 0.67, 0.87, 1 - LEVEL, 1 + LEVEL, 1.15, 1.5, 2.25)  # a step's heat begins above
 
-MARKERS = {
+MARKERS: Mapping[str, Any] = {
     **{"triton": "o", "cuda": "s", "cuda_v1": "D", "cuda_v2": "^", "gluon": "p", "cute": "h"},
-    **{"eager": "v", "compile": "X", "vendor": "P", "liger": "<", "quack": ">"},
+    **{"eager": "v", "compile": "X", "vendor": "P"},
+    **{"sdpa-flash": (4, 1, 0), "sdpa-cudnn": (6, 1, 0)},  # stars of so many points
+    **{"liger": "<", "quack": ">"},
     **{"fa4": "8", "gemlite": "H"},
 }
 
@@ -88,7 +92,7 @@ def colour(contender: str, ours: bool) -> str:
     return "ours" if ours else f"other{zlib.crc32(contender.encode()) % 3}"
 
 
-def marker(contender: str, ours: bool) -> str:
+def marker(contender: str, ours: bool) -> Any:
     return MARKERS.get(contender, "*" if ours else "d")
 
 

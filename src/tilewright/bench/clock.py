@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.bench.timing import Bind, Call, Check, Samples, interleaved
+from tilewright.bench.timing import Bind, Call, Check, Samples, entered, interleaved
 from tilewright.gpu import Gpu
 
 BURST = 20  # calls between two synchronisations when the host is timed
@@ -60,15 +60,16 @@ class CudaClock:
 
         def take(name: str) -> Callable[[], float]:
             nonlocal spin
-            for _ in range(PATIENCE):
-                if spin:
-                    torch.cuda._sleep(int(spin * self._cycles))
-                self._flush()
-                reading, late = _between_events(calls[name])
-                if not late:
-                    return lambda: reading() / counts[name]
-                # the GPU had reached the start before the call was there: that timed the host
-                spin = min(max(1.5 * spin, needed[name]), LONGEST_SPIN)
+            with entered(calls[name]) as call:
+                for _ in range(PATIENCE):
+                    if spin:
+                        torch.cuda._sleep(int(spin * self._cycles))
+                    self._flush()
+                    reading, late = _between_events(call)
+                    if not late:
+                        return lambda: reading() / counts[name]
+                    # the GPU had reached the start before the call was there: that timed the host
+                    spin = min(max(1.5 * spin, needed[name]), LONGEST_SPIN)
             return lambda: math.nan  # it waits for the GPU inside
 
         found = _read(calls, rounds, take)
@@ -76,13 +77,13 @@ class CudaClock:
 
     def host(self, calls: Mapping[str, Call], rounds: int) -> Samples:
         def take(name: str) -> Callable[[], float]:
-            call = calls[name]
-            torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            for _ in range(BURST):
-                call()
-            torch.cuda.synchronize()
-            taken = (time.perf_counter_ns() - start) / 1e3 / BURST
+            with entered(calls[name]) as call:
+                torch.cuda.synchronize()
+                start = time.perf_counter_ns()
+                for _ in range(BURST):
+                    call()
+                torch.cuda.synchronize()
+                taken = (time.perf_counter_ns() - start) / 1e3 / BURST
             return lambda: taken
 
         return interleaved(list(calls), -(-rounds // BURST), take)
@@ -92,13 +93,14 @@ class CudaClock:
         clock = time.perf_counter_ns
 
         def take(name: str) -> Callable[[], float]:
-            call, taken = calls[name], []
-            torch.cuda.synchronize()
-            call()  # the first call after a wait pays for it
-            for _ in range(BURST):
-                start = clock()
-                call()
-                taken.append(clock() - start)
+            taken = []
+            with entered(calls[name]) as call:
+                torch.cuda.synchronize()
+                call()  # the first call after a wait pays for it
+                for _ in range(BURST):
+                    start = clock()
+                    call()
+                    taken.append(clock() - start)
             middle = sorted(taken)[BURST // 2] / 1e3
             return lambda: middle
 

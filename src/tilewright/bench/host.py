@@ -21,6 +21,8 @@ import torch.nn.functional as F
 import tilewright
 from tilewright import doctor
 from tilewright.bench import timing
+from tilewright.bench.rivals import sdpa
+from tilewright.errors import UnsupportedError
 
 ROWS, COLUMNS, EPS = 128, 1024, 1e-6
 HEAD_DIM = 128
@@ -38,11 +40,19 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
         torch.randn(ROWS, heads, HEAD_DIM, device=device, dtype=dtype).requires_grad_(grad)
         for heads in (COLUMNS // HEAD_DIM, COLUMNS // HEAD_DIM // 4)
     )
+    sizes = (1, COLUMNS // HEAD_DIM, ROWS, HEAD_DIM)
+    query, key, value = (
+        torch.randn(sizes, device=device, dtype=dtype).requires_grad_(grad) for _ in "qkv"
+    )
     cos, sin = (torch.randn(ROWS, 1, HEAD_DIM, device=device, dtype=dtype) for _ in "cs")
     tables = cos[:, 0], sin[:, 0]
     shape = (COLUMNS,)
     turns = cycle((x, x[1:]))
     ours = tilewright
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
     return {
         "relu": {
             "torch": lambda: F.relu(x),
@@ -81,6 +91,12 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
             "torch": lambda: [t * cos + _half_turned(t) * sin for t in (q, k)],
             "automatic": lambda: ours.rope(q, k, *tables, layout="thd"),
         },
+        "attention": {
+            "torch": attend,
+            "sdpa-flash": timing.Within(sdpa.WAYS["flash"], attend),
+            "sdpa-cudnn": timing.Within(sdpa.WAYS["cudnn"], attend),
+            "automatic": lambda: ours.attention(query, key, value),
+        },
     }
 
 
@@ -88,6 +104,19 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
     """As the models of transformers write it."""
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def _served(calls: Contenders) -> Contenders:
+    """Those that this machine can run."""
+
+    def runs(call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except UnsupportedError:
+            return False
+        return True
+
+    return {name: call for name, call in calls.items() if runs(call)}
 
 
 def measure(calls: Contenders, count: int, wait: Callable[[], None]) -> dict[str, dict[str, float]]:
@@ -98,13 +127,14 @@ def measure(calls: Contenders, count: int, wait: Callable[[], None]) -> dict[str
             call()
     clock = time.perf_counter_ns
     for name in timing.rotating(list(calls), -(-count // BURST)):
-        call, taken = calls[name], times[name]
-        wait()
-        call()  # the first call after a wait pays for it
-        for _ in range(BURST):
-            start = clock()
-            call()
-            taken.append((clock() - start) / 1e3)
+        taken = times[name]
+        with timing.entered(calls[name]) as call:
+            wait()
+            call()  # the first call after a wait pays for it
+            for _ in range(BURST):
+                start = clock()
+                call()
+                taken.append((clock() - start) / 1e3)
     found: dict[str, dict[str, float]] = {}
     for name, taken in times.items():
         of = timing.stats(taken)
@@ -120,13 +150,10 @@ def run(count: int) -> dict[str, Any]:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows = []
     for calls in contenders(device, torch.float16, False).values():  # clocks and caches, discarded
-        measure({n: c for n, c in calls.items() if not n.startswith("cuda")}, count, wait)
+        measure(_served(calls), count, wait)
     for grad in (False, True):
         for op, calls in contenders(device, torch.float16, grad).items():
-            usable = {
-                n: c for n, c in calls.items() if device == "cuda" or not n.startswith("cuda")
-            }
-            for name, facts in measure(usable, count, wait).items():
+            for name, facts in measure(_served(calls), count, wait).items():
                 rows.append({"op": op, "grad": grad, "contender": name, **facts})
     shape = {"rows": ROWS, "columns": COLUMNS, "dtype": "float16"}
     return {"environment": doctor.environment(), "case": shape, "rows": rows}

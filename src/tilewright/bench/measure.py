@@ -67,6 +67,8 @@ def measure(subject: Subject, bench: Bench) -> list[Row]:
         times = _time(subject, bench, args, found)
         for one in _alive(found):
             one.kernels = bench.launched(partial(one.contender.bind, args))
+        for one in _alive(found):
+            one.call = None  # what it saved for a backward is large, and so is the truth
         _refill(args, subject.make(bench.seed + 1))
         _check(subject, args, found, "after")
     floor = {method: _floor(subject, bench, times, method) for method in ("cold", "graph")}

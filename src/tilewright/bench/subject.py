@@ -8,7 +8,7 @@ call needs, and its contenders. It knows nothing of clocks. `of_op` makes one fr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,11 +87,13 @@ def of_op(
     forward = phase == "forward"
     count = len(op.arguments)
 
+    asked = _as_returned(op)
+
     def with_gradients(seed: int) -> Args:
-        """The op's arguments, then a gradient for each output."""
+        """The op's arguments, then a gradient for each output that a user gets."""
         args = arguments(seed)
         rng = torch.Generator(device).manual_seed(seed + 1)
-        outputs = as_tuple(op.outputs(*on_meta(args)))
+        outputs = as_tuple(asked.outputs(*on_meta(args)))
         return (
             *args,
             *(torch.randn(o.shape, generator=rng, device=device).to(o.dtype) for o in outputs),
@@ -101,9 +103,9 @@ def of_op(
         return compare.backward_truth(op, both[:count], both[count:])
 
     running, its_args = op.in_phase(meta, phase)
-    traffic = least = running.traffic(its_args)
+    traffic, least = running.traffic(its_args), asked.traffic(meta)
     if not forward:  # gradients in, gradients out
-        least = Traffic(op.traffic(meta).written, traffic.written)
+        least = Traffic(least.written, traffic.written)
     return Subject(
         op.name,
         case.name,
@@ -111,12 +113,20 @@ def of_op(
         dtype,
         phase,
         arguments if forward else with_gradients,
-        (lambda args: compare.forward_truth(op, args)) if forward else backward_truth,
+        (lambda args: compare.forward_truth(asked, args)) if forward else backward_truth,
         traffic,
         least,
         op.cost_in(case.dims, dtype, phase),
         (*_ours(op, meta, phase, gpu, wish), *_rivals(op, meta, phase, wish)),
     )
+
+
+def _as_returned(op: Op) -> Op:
+    """The op without the outputs that its public function keeps to itself."""
+    count = op.returned
+    if count is None:
+        return op
+    return replace(op, outputs=lambda *args: as_tuple(op.outputs(*args))[:count])
 
 
 def _ours(op: Op, meta: Args, phase: str, gpu: Gpu | None, wish: Wish) -> list[Contender]:
@@ -144,7 +154,7 @@ def _rivals(op: Op, meta: Args, phase: str, wish: Wish) -> list[Contender]:
     for name, rival in rivals.of(op).items():
         if wish.baseline(name):
             missing = rival.missing or rival.refuses(*meta)
-            bind = rival.bind if phase == "forward" else _binder(op, rival.call, phase)
+            bind = rival.bind if phase == "forward" else _binder(op, rival, phase)
             found.append(Contender(name, False, bind, missing=missing))
     return found
 

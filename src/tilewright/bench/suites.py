@@ -19,6 +19,7 @@ SUITES = {
     "sweep": "one size, every row length",
     "decode": "1, 16 and 128 tokens",
     "prefill": "512, 2048 and 8192 tokens",
+    "sparse": "windows and sequences of many lengths, of ops that know such",
 }
 DTYPES = {
     **dims.DTYPES,

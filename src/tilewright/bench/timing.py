@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tilewright.bench.record import Stats
@@ -19,6 +20,32 @@ Call = Callable[[], Any]
 Bind = Callable[[], Sequence[Call]]  # makes the calls of one graph
 Samples = dict[str, list[float]]  # microseconds of one call, by contender
 Check = Callable[[str, Any], None]  # takes a contender's name and what its last call returned
+Setting = Callable[[], AbstractContextManager[Any]]
+
+
+class Within:
+    """A call under a setting that a program enters once, around all its calls.
+
+    Called as it is, it enters and leaves: right where nothing is timed. A clock takes what
+    `entered` gives.
+    """
+
+    def __init__(self, setting: Setting, call: Call) -> None:
+        self.setting, self.call = setting, call
+
+    def __call__(self) -> Any:
+        with self.setting():
+            return self.call()
+
+
+@contextmanager
+def entered(call: Call) -> Iterator[Call]:
+    """A call without the entering and leaving, which are done around all that is timed."""
+    if not isinstance(call, Within):
+        yield call
+        return
+    with call.setting():
+        yield call.call
 
 
 class Broken(Exception):

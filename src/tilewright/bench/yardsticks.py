@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.bench import rivals
 from tilewright.bench.rivals.gemlite import GROUP
+from tilewright.bench.rivals.sdpa import WAYS
 from tilewright.bench.subject import Contender, Subject
 from tilewright.spec import Args, Cost, Traffic
 from tilewright.verify.compare import Truth
@@ -139,15 +140,8 @@ def attention(
         # p and the result are rounded to bfloat16; |v| reaches 5 in so many draws
         return [Truth("attention", wanted, wanted.abs() * 2.0**-7 + 2.0**-8)]
 
-    def sdpa(backend: Any) -> Callable[..., Any]:
-        def call(q: Any, k: Any, v: Any) -> Any:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-        return call
-
-    cudnn, flash = sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION)
-    calls = {"vendor": cudnn, "sdpa_flash": flash}
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=causal)
+    cudnn, flash = (rivals.Rival(sdpa, setting=WAYS[way]) for way in ("cudnn", "flash"))
     peer = rivals.peer("fa4", "attention yardstick")
     assert peer is not None
     fa4 = replace(peer, call=lambda q, k, v: peer.call(q, k, v, causal))
@@ -156,7 +150,8 @@ def attention(
     return _subject("attention", f"{batch}x{heads}x{tokens}x{width}{', causal' * causal}",
                     {"shape": shape, "causal": causal}, torch.bfloat16, make, truth,
                     Traffic(6 * elements, 2 * elements), Cost(flops, "bf16"),
-                    (*_simple(calls), _contender("fa4", fa4)))  # fmt: skip
+                    (_contender("vendor", cudnn), _contender("sdpa_flash", flash),
+                     _contender("fa4", fa4)))  # fmt: skip
 
 
 def int4_linear(rows: int, device: str, k: int = 4096, n: int = 14336) -> Subject:

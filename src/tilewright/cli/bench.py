@@ -52,7 +52,8 @@ Png = Annotated[Path | None, _file("--png", "Write the pictures here.", ".png")]
 def bench(
     ops: Ops = None,
     suite: Annotated[
-        str, typer.Option(help="quick, model, sweep, decode or prefill: which declared cases.")
+        str,
+        typer.Option(help="quick, model, sweep, decode, prefill or sparse: which declared cases."),
     ] = "quick",
     shape: Annotated[
         list[str] | None, typer.Option(help="k=v,... instead of a suite: 2048x4096,casting=llama.")

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -107,6 +107,9 @@ def _of_both(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Ite
         yield from _of_call(op.in_place, args, gpu, dtype, case)
     if op.autograd is not None:
         yield from _of_call(*op.in_phase(args, "backward"), gpu, dtype, case)
+        if op.returned is not None:  # of those who ask for every output
+            every = replace(op, returned=None)
+            yield from _of_call(*every.in_phase(args, "backward"), gpu, dtype, case)
 
 
 def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:

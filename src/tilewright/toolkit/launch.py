@@ -19,6 +19,7 @@ assigned: while there is one, the launch goes through CompiledKernel's own runne
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,7 +41,7 @@ Run = Callable[..., Any]
 def bind(
     kernel: Any,
     grid: Sequence[int],
-    tensors: Sequence[torch.Tensor | torch.dtype | None],
+    tensors: Sequence[torch.Tensor | torch.dtype | Described | None],
     scalars: Sequence[int | float],
     constants: dict[str, Any],
     *,
@@ -53,10 +54,11 @@ def bind(
     """Compile `kernel` for these arguments and return `run(*tensors)` for tensors of this layout.
 
     The kernel's parameters are `tensors`, `absent` more pointers that are always null, `scalars`,
-    then `constants` by name. A dtype stands for an output that does not exist yet. `aligned` says
-    that every pointer is a multiple of 16 bytes; if not, the binary assumes it of none, so that one
-    serves all. With `makes`, an allocator, `run` takes the tensors after the first, makes that one
-    and returns it; what follows the tensors in a call is ignored.
+    then `constants` by name. A dtype stands for an output that does not exist yet, a `Described`
+    for a tensor that the kernel gets as a TMA descriptor. `aligned` says that every pointer is a
+    multiple of 16 bytes; if not, the binary assumes it of none, so that one serves all. With
+    `makes`, an allocator, `run` takes the tensors after the first, makes that one and returns it;
+    what follows the tensors in a call is ignored.
     """
     full_grid: Any = (*grid, 1, 1)[:3]
     name = getattr(kernel, "__name__", None) or kernel.fn.__name__
@@ -66,6 +68,7 @@ def bind(
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     rest = (*[None] * absent, *scalars)
     pointers = tuple(_pointer(t, aligned) for t in tensors)
+    described = {i: pointers[i] for i, t in enumerate(tensors) if isinstance(t, Described)}
     requests = recording.active()
     if requests is not None:
         arguments = (*pointers, *rest)
@@ -80,9 +83,11 @@ def bind(
         )
         return recording.not_launchable
     if is_interpreted(kernel):
-        run = _interpreted(kernel, full_grid, rest, constants)
+        run = _described(_interpreted(kernel, full_grid, rest, constants), described)
         return run if makes is None else _making(run, makes, len(tensors) - 1)
-    return _compiled(kernel, full_grid, pointers, rest, constants, options, makes)
+    return _described(
+        _compiled(kernel, full_grid, pointers, rest, constants, options, makes), described
+    )
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,42 @@ class Pointer:
         return 0
 
 
-def _pointer(tensor: torch.Tensor | torch.dtype | None, aligned: bool) -> Pointer | None:
+@dataclass(frozen=True)
+class Described:
+    """A tensor that a kernel reads by TMA: what its descriptor says beside the address.
+
+    Triton encodes one for each launch, which takes the host some microseconds.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # elements; the last is 1, the others are whole 16 bytes
+    block: tuple[int, ...]
+
+
+def _described(run: Run, descriptors: dict[int, Any]) -> Run:
+    """`run`, with a descriptor of the tensor at each of these places."""
+    if not descriptors:
+        return run
+
+    def described_run(*tensors: Any) -> Any:
+        given = list(tensors)
+        for place, like in descriptors.items():
+            given[place] = copy.copy(like)
+            given[place].base = tensors[place]
+        return run(*given)
+
+    return described_run
+
+
+def _pointer(tensor: torch.Tensor | torch.dtype | Described | None, aligned: bool) -> Any:
     if tensor is None:
         return None
+    if isinstance(tensor, Described):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        base = Pointer(tensor.dtype, True)
+        return TensorDescriptor(base, list(tensor.shape), list(tensor.strides), list(tensor.block))
     return Pointer(tensor if isinstance(tensor, torch.dtype) else tensor.dtype, aligned)
 
 
@@ -147,7 +185,7 @@ def _interpreted(
 def _compiled(
     kernel: Any,
     grid: tuple[int, int, int],
-    pointers: tuple[Pointer | None, ...],
+    pointers: tuple[Any, ...],
     rest: tuple[Any, ...],
     constants: dict[str, Any],
     options: dict[str, Any],
@@ -214,7 +252,7 @@ def _direct_caller(
         if entering or leaving or assigned:
             with_hooks(*tensors, *tail)
         else:
-            launch(*before(), *[None if t is None else t.data_ptr() for t in tensors], *tail)
+            launch(*before(), *[_address(t) for t in tensors], *tail)
 
     if makes is None:
         return many
@@ -241,6 +279,11 @@ def _direct_caller(
     from_one.shot = Shot(makes, launch, find, before, tail, *_hooks())  # type: ignore[attr-defined]
     spelled_out: dict[int, Run] = {2: from_one, 3: from_two}
     return spelled_out.get(pointers) or _making(many, makes, pointers - 1)
+
+
+def _address(t: Any) -> Any:
+    """What Triton's launcher takes for an argument that is a tensor, a descriptor or neither."""
+    return t.data_ptr() if isinstance(t, torch.Tensor) else t
 
 
 @lru_cache(maxsize=1)

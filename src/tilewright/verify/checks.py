@@ -20,7 +20,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.library import call
 from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
 from tilewright.toolkit import memory
-from tilewright.verify import compare, layouts
+from tilewright.verify import compare, features, layouts
 from tilewright.verify import offsets as sparse_offsets
 from tilewright.verify.compare import Verdict
 from tilewright.verify.record import Result
@@ -136,6 +136,14 @@ def _relaid(a: Any, rng: random.Random) -> Any:
     if rng.random() < 0.4:
         return a
     return layouts.LAYOUTS[rng.choice(layouts.SAME_VALUES)](a)
+
+
+def feature_calls(c: Context) -> Iterator[Result]:
+    """Every two options of the op together, on a GPU every three; the seed is a call's number."""
+    for seed, (levels, dims, dtype) in enumerate(features.calls(c.op.name, c.device)):
+        if c.seed <= seed < c.seed + c.cases:
+            args = c.inputs(dims, dtype, seed)
+            yield from _both(c, "features", levels, dtype, args, seed)
 
 
 def exact(c: Context) -> Iterator[Result]:
@@ -441,6 +449,7 @@ def large(c: Context) -> Iterator[Result]:
 CHECKS: dict[str, Check] = {
     "cases": cases,
     "random": random_cases,
+    "features": feature_calls,
     "exact": exact,
     "bits": bits,
     "layouts": hostile_layouts,

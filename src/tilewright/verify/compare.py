@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from tilewright.library import call
 from tilewright.spec import Args, Op, Rounding, as_tuple, on_meta
 from tilewright.toolkit import memory
+
+FLOAT32 = (torch.float32, torch.float32)  # of results and arguments
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,16 @@ def like_torch(
     wanted: torch.Tensor,
     torchs: torch.Tensor,
     u_out: float,
+    arithmetic: torch.Tensor | None = None,
     *,
+    times: float = 2,
     truncates: bool = False,
 ) -> Verdict:
-    """FlashAttention's rule: at most twice torch's own error in this dtype, above a floor.
+    """FlashAttention's rule: at most so many times torch's own error in this dtype, above a floor.
 
     The floor is one rounding of the result and the two ulps each that a GPU's division and exp2 may
-    be off: below it the rule would compare luck. `truncates`: what torch rounds to nearest on the
+    be off: below it the rule would compare luck. `arithmetic` raises it to a bound of what is
+    computed in float32, where terms may cancel. `truncates`: what torch rounds to nearest on the
     way is truncated here (bfloat16 in Triton's interpreter), which errs twice as much.
     """
     finite = wanted.isfinite() & torchs.isfinite() & got.isfinite()
@@ -120,7 +125,9 @@ def like_torch(
         largest(got.double() - wanted), largest(torchs.double() - wanted), largest(wanted)
     )
     floor = (u_out + 4 * 2.0**-24) * size + torch.finfo(got.dtype).tiny
-    return Verdict(ours / ((4 if truncates else 2) * theirs + floor), ours)
+    if arithmetic is not None:
+        floor += numbers(largest(arithmetic))[0]
+    return Verdict(ours / (times * (2 if truncates else 1) * theirs + floor), ours)
 
 
 def rounds_like(got: torch.Tensor, torchs: torch.Tensor, what: str) -> Verdict:
@@ -186,30 +193,62 @@ def with_leaves(op: Op, args: Args) -> tuple[list[Any], list[torch.Tensor]]:
     return found, [found[i] for i in places]
 
 
-def backward_truth(
-    op: Op, args: Args, grads: Sequence[torch.Tensor], *, interpreted: bool = False
-) -> list[Truth]:
-    """What the gradient of each argument should be, for the arguments of `gradient_places`."""
-    rule, places = op.autograd, gradient_places(op, args)
-    assert rule is not None
+class Gradients(NamedTuple):
+    """What the gradient of each argument should be, by name, and the backward's own arguments."""
+
+    op: Op
+    wanted: dict[str, torch.Tensor]
+    call: Args
+
+    def bound(self, name: str, rounding: Rounding) -> torch.Tensor:
+        rule = self.op.autograd
+        assert rule is not None
+        place = next(i for i, names in enumerate(rule.gradients) if name in names)
+        nothing = self.call[0].new_empty(0)
+        results = tuple(self.wanted.get(names[0], nothing) for names in rule.gradients)
+        return rule.op.tolerance(rounding, results, *self.call)[place]
+
+
+def true_gradients(op: Op, args: Args, grads: Sequence[torch.Tensor]) -> Gradients:
+    """Of the arguments of `gradient_places`, by autograd through the reference in float64.
+
+    Fewer gradients than outputs: nobody used the last ones.
+    """
+    places = gradient_places(op, args)
     wide, wide_grads = in_float64(args), in_float64(grads)
     for i in places:
         wide[i].requires_grad_()
     outputs = as_tuple(op.reference(*wide))
-    found = torch.autograd.grad(outputs, [wide[i] for i in places], wide_grads)
+    used = outputs[: len(grads)]
+    found = torch.autograd.grad(used, [wide[i] for i in places], wide_grads)
+    assert op.autograd is not None
+    may_lack = op.autograd.op.optional
+    for i in range(len(used), len(outputs)):  # as autograd hands them on
+        wide_grads.append(None if may_lack[i] else torch.zeros_like(outputs[i]))
     wanted = {op.arguments[i]: g for i, g in zip(places, found, strict=True)}
     plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in wide)
     needs = dict.fromkeys(wanted, True)
     call = op.backward_call(plain, tuple(o.detach() for o in outputs), tuple(wide_grads), needs)
-    truths = []
-    for i in places:
-        name = op.arguments[i]
-        place = next(j for j, names in enumerate(rule.gradients) if name in names)
-        (r,) = roundings([args[i]], (*args, *grads), interpreted)
-        results = tuple(wanted.get(n[0], wide_grads[0].new_empty(0)) for n in rule.gradients)
-        bound = rule.op.tolerance(r, results, *call)[place]
-        truths.append(Truth(f"gradient of {name}", wanted[name], bound))
-    return truths
+    return Gradients(op, wanted, call)
+
+
+def backward_truth(
+    op: Op, args: Args, grads: Sequence[torch.Tensor], *, interpreted: bool = False
+) -> list[Truth]:
+    """What the gradient of each argument should be, for the arguments of `gradient_places`."""
+    return _truths(true_gradients(op, args, grads), args, grads, interpreted)
+
+
+def _truths(
+    true: Gradients, args: Args, grads: Sequence[torch.Tensor], interpreted: bool
+) -> list[Truth]:
+    given = [args[i] for i in gradient_places(true.op, args)]
+    return [
+        Truth(f"gradient of {name}", wanted, true.bound(name, r))
+        for (name, wanted), r in zip(
+            true.wanted.items(), roundings(given, (*args, *grads), interpreted), strict=True
+        )
+    ]
 
 
 @judged
@@ -274,9 +313,18 @@ def backward(
 
     truncates = interpreted and any(t.dtype == torch.bfloat16 for t in (*got, *outputs))
     verdict = Verdict()
-    truths = backward_truth(op, args, grads, interpreted=interpreted)
+    true = true_gradients(op, args, grads)
+    truths = _truths(true, args, grads, interpreted)
     for ours, (what, wanted, bound) in zip(got, truths, strict=True):
         verdict = verdict.worst(within(ours, wanted, bound, what, truncates=truncates))
+    if op.backward_times_torch is not None and args[0].element_size() == 2:
+        torchs = torch.autograd.grad(as_tuple(op.reference(*args_with_leaves)), leaves, grads)
+        # what cancels in one way of computing and not in another is as large as its arithmetic errs
+        floors = [true.bound(name, Rounding.of(*FLOAT32)) for name in true.wanted]
+        rule = partial(like_torch, times=op.backward_times_torch, truncates=truncates)
+        u_outs = [r.u_out for r in roundings(got, (*args, *grads), interpreted)]
+        for ours, theirs, truth, *rest in zip(got, torchs, truths, u_outs, floors, strict=True):
+            verdict = verdict.worst(rule(ours, truth.wanted, theirs, *rest))
     return verdict, got
 
 

@@ -15,6 +15,7 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.ops import registry
+from tilewright.verify import features
 from tilewright.verify.checks import CHECKS, GROUPS, Context, edge_cases
 from tilewright.verify.compare import Verdict
 from tilewright.verify.interpreter import without_repetition
@@ -80,12 +81,15 @@ def _parts(check: str, context: Context) -> list[Context]:
     if check == "cases":
         names = dict.fromkeys(case.name for case in edge_cases(context))
         return [replace(context, case=name) for name in names]
-    if check not in SEEDED:
+    if check not in (*SEEDED, "features"):
         return [context]
-    starts = range(0, context.cases, PIECE)
+    count, piece = context.cases, PIECE
+    if check == "features":
+        left = len(features.calls(context.op.name, context.device)) - context.seed
+        count, piece = min(count, left), PIECE // 5
     return [
-        replace(context, seed=context.seed + start, cases=min(PIECE, context.cases - start))
-        for start in starts
+        replace(context, seed=context.seed + start, cases=min(piece, count - start))
+        for start in range(0, count, piece)
     ]
 
 
@@ -110,7 +114,7 @@ def run(
     made = multiprocessing.get_context(way)
     with ProcessPoolExecutor(workers, mp_context=made, initializer=_one_thread) as pool:
         # what is not in pieces begins first, or one worker would end long after the others
-        first = sorted(steps, key=lambda step: step[0] in ("cases", *SEEDED))
+        first = sorted(steps, key=lambda step: step[0] in ("cases", "features", *SEEDED))
         jobs = [pool.submit(_run_named, check, *c.by_name()) for check, c in first]
         for done in as_completed(jobs):
             yield done.result()

@@ -34,6 +34,14 @@ def summarise(results: Sequence[Result], device: str) -> dict[str, Any]:
             }
             for (op, backend, dtype, phase), rows in sorted(numerics.items())
         ],
+        "features": [
+            {
+                "op": r.op, "backend": r.backend, "levels": r.case, "phase": r.phase,
+                "passed": r.passed,
+            }
+            for r in results
+            if r.check == "features"
+        ],
         "failures": [
             {
                 "line": f"{r.op} {r.backend} {r.check} {r.case} {r.dtype} {r.phase}: "
