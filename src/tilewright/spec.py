@@ -67,7 +67,8 @@ class Backend:
     max_size: int = 2**31 - 2**16
     """The longest dim and the most rows it takes: kernels number both in 32 bits."""
     flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number
-    uses_tensor_cores: bool = False  # `compile` then looks for the instruction
+    tensor_cores: tuple[str, ...] = ()  # kernels in which `compile` finds the instruction (halves)
+    may_spill: int = 0  # bytes of a thread: what lives across a loop may be worth less than a tile
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Case:
     """Named dims and options of one call; `group` says who wants it.
 
     verify takes "edge" and, on a GPU, "plan"; bench takes "model", "sweep", "decode", "prefill" and
-    "sparse", windows and sequences of many lengths; the compile matrix takes all. Every op's dims
-    hold "shape", the shape of its layout_argument.
+    "sparse", windows and sequences of many lengths; the compile matrix takes all, or those that
+    `Op.compiled` names. Every op's dims hold "shape", the shape of its layout_argument.
     """
 
     name: str
@@ -143,6 +144,9 @@ class Op:
     )
     inputs: Callable[..., Args] | None = None  # (dims, dtype, device, generator) -> arguments
     cases: tuple[Case, ...] = ()
+    compiled: tuple[str, ...] = ()
+    """The cases that the compile matrix takes, where all would be too many: the first in every
+    dtype, aligned and not, the others in bfloat16 and float32. None: all."""
     sample: Callable[..., Mapping[str, Any]] | None = None  # (random.Random) -> dims
     cost: Callable[..., Cost] | None = None  # (dims, dtype) -> Cost
     as_called: Callable[..., Any] | None = None

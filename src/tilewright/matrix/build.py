@@ -60,7 +60,7 @@ def build(wanted: Wanted) -> Built:
     violation = ""
     if shared > limit:
         violation = f"shared memory {shared} exceeds the {limit} bytes of SM {wanted.sm}"
-    elif spills:
+    elif spills > wanted.may_spill:
         violation = f"spills {spills} bytes"
     elif wanted.tensor_cores and not TENSOR_CORES.search(text):
         violation = "no tensor-core instruction, though the declaration promises one"

@@ -41,6 +41,7 @@ class Wanted:
     sm: int
     request: Request
     tensor_cores: bool
+    may_spill: int = 0
 
     @property
     def kernel(self) -> str:
@@ -88,11 +89,16 @@ Call = tuple[Args, torch.dtype, str]  # and the name of its case
 
 
 def _calls(op: Op) -> Iterator[Call]:
-    """Every case in every dtype, aligned and not: the same for all SMs."""
+    """Every case in every dtype, aligned and not, or what `Op.compiled` says; for all SMs alike."""
     for case, dtype in itertools.product(op.cases, FLOATS):
-        meta = meta_inputs(op, case.dims, dtype)
-        yield meta, dtype, case.name
-        yield _misaligned(meta), dtype, case.name
+        if op.compiled and case.name not in op.compiled:
+            continue
+        every = not op.compiled or case.name == op.compiled[0]
+        if every or dtype != torch.float16:
+            meta = meta_inputs(op, case.dims, dtype)
+            yield meta, dtype, case.name
+            if every:
+                yield _misaligned(meta), dtype, case.name
 
 
 def _of_op(op: Op, calls: Iterable[Call], gpu: Gpu) -> Iterator[Wanted]:
@@ -123,8 +129,9 @@ def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Ite
             dispatch.load(backend.entry)(gpu, *args)
         for request in requests:
             name = str(dtype).removeprefix("torch.")
+            on_cores = dtype != torch.float32 and kernel_name(request) in backend.tensor_cores
             yield Wanted(
-                op.name, backend.name, name, case, gpu.sm, request, backend.uses_tensor_cores
+                op.name, backend.name, name, case, gpu.sm, request, on_cores, backend.may_spill
             )
 
 
