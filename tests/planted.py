@@ -24,6 +24,11 @@ STATISTICS = "toolkit/statistics.py"
 GATED = "toolkit/triton_gated.py"
 GATED_ROWS = "toolkit/gated_rows.py"
 ROTARY = "toolkit/rotary.py"
+ATTENTION = "ops/attention/triton_impl.py"
+ATTENTION_BACKWARD = "ops/attention/backward_kernels.py"
+ATTENTION_NAIVE = "ops/attention/naive_impl.py"
+ATTENTION_TILES = "toolkit/triton_attention.py"
+ATTENTION_CALL = "toolkit/attention_call.py"
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ SWIGLU_RANDOM = Checks("swiglu", ("random",), 12)
 SWIGLU_PACKED_RANDOM = Checks("swiglu_packed", ("random",), 12)
 GEGLU_RANDOM = Checks("geglu", ("random",), 12)
 GEGLU_PACKED_RANDOM = Checks("geglu_packed", ("random",), 12)
+ATTENTION_RANDOM = Checks("attention", ("random",), 2)
+ATTENTION_LOOSE = Checks("attention", ("random",), seed=13)  # slopes whose heads lie apart
 
 PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
@@ -666,5 +673,117 @@ PLANTED = (
         "ops/geglu/triton_impl.py",
         "triton_gated.prepare_packed(gpu, ACTS[approximate]",
         'triton_gated.prepare_packed(gpu, ACTS["tanh"]',
+    ),
+    # --- attention ------------------------------------------------------------------------------
+    Planted(
+        "the diagonal ends at the last key for all", edge("attention", "1-by-65-top-left"),
+        ATTENTION_TILES,
+        "rows, keys, (keys - rows) * bottom_right", "rows, keys, keys - rows",
+    ),
+    Planted(
+        "the tiles of the diagonal are not masked", edge("attention", "tokens-65"), ATTENTION_TILES,
+        "tl.minimum(keys, first + 1 + off + right)",
+        "tl.minimum(keys, first + ROWS + off + right)",
+    ),
+    Planted(
+        "the tile in which a window begins is skipped", edge("attention", "window-5-3"),
+        ATTENTION_TILES,
+        "begin = tl.maximum(first + off - left, 0) // KEYS * KEYS",
+        "begin = tl.cdiv(tl.maximum(first + off - left, 0), KEYS) * KEYS",
+    ),
+    Planted(
+        "keys that do not exist count in the last tile", edge("attention", "values-16"),
+        ATTENTION_TILES,
+        "all_end = tl.maximum(all_end, 0) // KEYS * KEYS",
+        "all_end = tl.cdiv(tl.maximum(all_end, 0), KEYS) * KEYS",
+    ),
+    Planted(
+        "what was added before a larger maximum keeps its size", edge("attention", "1-by-65"),
+        ATTENTION,
+        "acc = acc * shrink[:, None]", "acc = acc",
+    ),
+    Planted(
+        "a row that sees nothing is NaN", edge("attention", "17-by-3"), ATTENTION,
+        "shift = tl.where(new_peak == MINUS_INF, 0.0, new_peak)", "shift = new_peak", times=2,
+    ),
+    Planted(
+        "heads side by side share keys that lie apart", edge("attention", "kv-heads-2"), ATTENTION,
+        "key_head = head // group", "key_head = head % (heads // group)",
+    ),
+    Planted(
+        "a sink is not in the denominator", edge("attention", "sinks"), ATTENTION,
+        "total = tl.full([ROWS], 1.0, tl.float32)", "total = tl.full([ROWS], 0.0, tl.float32)",
+    ),
+    Planted(
+        "distances of ALiBi are counted from the first key", edge("attention", "alibi-true"),
+        ATTENTION_TILES,
+        "tl.abs(i + off - j)", "tl.abs(i - j)",
+    ),
+    Planted(
+        "a bias is stepped through by heads, not by sequences", edge("attention", "bias-batch"),
+        ATTENTION,
+        "tl.cast(number, tl.int64) * bias_b + wide_head * bias_h",
+        "tl.cast(number, tl.int64) * bias_h + wide_head * bias_b",
+    ),
+    Planted(
+        "every packed sequence reads the first one's keys", edge("attention", "thd"), ATTENTION,
+        "start = tl.cast(first_key, tl.int64)", "start = tl.cast(first_key, tl.int64) * 0",
+    ),
+    Planted(
+        "every padded sequence is as long as the first", edge("attention", "seq-lens"),
+        ATTENTION_TILES,
+        "keys = tl.load(key_counts_ptr + batch)", "keys = tl.load(key_counts_ptr)",
+    ),
+    Planted(
+        "values are taken to fill their tile as queries do",
+        Checks("attention", ("features",), seed=5), ATTENTION,
+        '"PADDED": columns != call.q.dim or value_columns != call.v.dim',
+        '"PADDED": columns != call.q.dim',
+    ),
+    Planted(
+        "packed sequences take the first one's slopes",
+        Checks("attention", ("features",), seed=13), ATTENTION,
+        "alibi_ptr + number * alibi_b", "alibi_ptr + batch * alibi_b",
+    ),
+    Planted(
+        "slopes that do not lie side by side are read as if they did", ATTENTION_LOOSE,
+        ATTENTION_CALL,
+        "loose = [i for i, x in small if not x.is_contiguous()]", "loose = []",
+    ),
+    Planted(
+        "the short kernel sees one key too many", edge("attention", "values-16"), ATTENTION_NAIVE,
+        "(j < keys)[None, :]", "(j <= keys)[None, :]",
+    ),
+    Planted(
+        "an LSE stays in units of log 2", edge("attention", "head-16"), ATTENTION_NAIVE,
+        "(peak + tl.log2(total)) * LN_2", "peak + tl.log2(total)",
+    ),
+    Planted(
+        "the gradient passes a cap as if it were none", edge("attention", "softcap-2"),
+        ATTENTION_TILES,
+        "kept = 1.0 - capped * capped", "kept = 1.0",
+    ),
+    Planted(
+        "the gradient of the LSE is added", ATTENTION_RANDOM, ATTENTION_BACKWARD,
+        "delta -= tl.load(grad_lse_ptr", "delta += tl.load(grad_lse_ptr",
+    ),
+    Planted(
+        "the gradient of keys is not scaled", ATTENTION_RANDOM, ATTENTION_BACKWARD,
+        "tl.where(real, dk * scale, 0.0)", "tl.where(real, dk, 0.0)",
+    ),
+    Planted(
+        "the gradient of a sink has the other sign", edge("attention", "sinks"),
+        ATTENTION_BACKWARD,
+        "-tl.sum(weight * delta, 0)", "tl.sum(weight * delta, 0)",
+    ),
+    Planted(
+        "a bias that sequences share gets the first one's gradient",
+        edge("attention", "bias-heads"), ATTENTION_BACKWARD,
+        "for one in range(b_count * h_count):", "for one in range(h_count):",
+    ),
+    Planted(
+        "the backward's rows begin at the wrong diagonal", edge("attention", "1-by-65"),
+        ATTENTION_TILES,
+        "begin = tl.maximum(first - off - right, 0)", "begin = tl.maximum(first - right, 0)",
     ),
 )  # fmt: skip

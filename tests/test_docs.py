@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import inspect
+import itertools
 import json
 import os
 import re
@@ -21,11 +24,13 @@ from tilewright import readme
 from tilewright.explain import explain_call
 from tilewright.ops import every_op, registry
 from tilewright.spec import Args, Op, as_tuple
+from tilewright.verify import features
 from tilewright.verify.runner import backends_on
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "tilewright"
 README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "attention.md"
 NOTES = sorted(SRC.glob("ops/*/notes.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -81,6 +86,21 @@ def bench_row(contender: str, us: float | None, *, ours: bool = False, **facts: 
         **({"of_roof": 0.9} if us else {}),
         **facts,
     }
+
+
+ATTENTION = {"op": "attention", "bound": "compute"}
+DENSE = {"shape": [1, 4, 8, 16], "kv_heads": 4}
+SPARSE = {"shape": [9, 4, 16], "kv_heads": 2, "layout": "thd", "lengths": [4, 5], "window": [3, 0]}
+
+
+def feature_rows(mask: str, softcap: str, heads: str = "4 to 4") -> list[Any]:
+    """A call of attention that passed in both phases, other options at their first level."""
+    declared = registry()["attention"].features
+    assert declared is not None
+    levels = {name: next(iter(levels)) for name, levels in declared(True).items()}
+    levels |= {"mask": mask, "softcap": softcap, "heads": heads, features.DTYPE: "bfloat16"}
+    row = {"op": "attention", "backend": "triton", "levels": features.as_text(levels)}
+    return [{**row, "phase": phase, "passed": True} for phase in ("forward", "backward")]
 
 
 RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
@@ -154,6 +174,41 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
             "| `relu` forward | 9 x 9 | triton | 10.0 | 90% | – | – | – |",
         ],
     ),
+    "measured-attention": (
+        "results/h200/bench-sweep-attention.jsonl",
+        [
+            RUN,
+            *(bench_row(n, us, **ATTENTION, ours=n == "triton", dims=dims, tflops=tflops)
+              for dims, us, tflops in (({**DENSE, "causal": False}, 10.0, 500.4),
+                                       ({**SPARSE, "causal": True}, 5.0, 1234.5))
+              for n, us in (("triton", us), ("eager", 80.0), ("compile", 9.0), ("vendor", 15.0))),
+        ],
+        [
+            "| op | shape, bf16 | backend | µs | of roof | TFLOP/s | eager / ours |",
+            "| `attention` forward | 1 x 4 x 8 x 16, full | triton | 10.0 | 90% | 500 | 8.00 |",
+            "| 9 x 4 x 16, thd, 2 key heads, 2 sequences, causal, window 3 + 0 | triton | 5.00 |",
+        ],
+    ),
+    "attention-floors": (
+        "results/h200/bench-quick.jsonl",
+        [RUN, {"kind": "roof", "name": "mma bf16", "unit": "TFLOP/s", "value": 1000.0}],
+        [
+            "| D128 T8192 full | 1,100 | 2,749 | 1,100 | 2,749 | 3,848 |",
+            "At 1,000 TFLOP/s, the roof `mma bf16`.",
+        ],
+    ),
+    "attention-features": (
+        "results/h200/verify-attention.json",
+        [{"environment": ENVIRONMENT, "features": [
+            *feature_rows("none", "no"), *feature_rows("causal", "no"),
+            *feature_rows("none", "yes"), *feature_rows("none", "yes", heads="4 to 1"),
+            {**feature_rows("causal", "yes")[0], "passed": False},
+        ]}],
+        [
+            "`triton`: 5 calls, 5 forward and 4 backward checks, 1 failure.",
+            "NVIDIA H200, torch 2.11.0, triton 3.6.0; record `verify-attention.json`.",
+        ],
+    ),
     "yardsticks": (
         "results/h200/yardsticks.jsonl",
         [
@@ -194,6 +249,71 @@ def test_a_table_shows_its_record_and_its_absence(name: str, tmp_path: Path) -> 
     assert full.startswith("before\n")
     assert full.endswith("<!-- end -->\nafter\n")
     assert readme.render(full, tmp_path) == full
+
+
+def _cells(shown: str, line: str) -> dict[str, str]:
+    """A line of the first table, by its column's head."""
+    rows = [[c.strip() for c in row.strip("|").split("|")] for row in shown.splitlines()]
+    found = next(row for row in rows if row[0] == line)
+    return dict(zip(rows[0], found, strict=True))
+
+
+def _feature_table(folder: Path, rows: list[Any]) -> str:
+    path = folder / "results" / "h200" / "verify-attention.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": ENVIRONMENT, "features": rows}))
+    return readme.attention_features(folder)
+
+
+def test_the_feature_matrix_counts_meetings(tmp_path: Path) -> None:
+    rows = [row for mask, cap, heads in (
+        ("none", "no", "4 to 4"), ("none", "yes", "4 to 4"), ("none", "yes", "4 to 1"),
+        ("causal", "no", "4 to 4"),
+    ) for row in feature_rows(mask, cap, heads)]  # fmt: skip
+    none = _cells(_feature_table(tmp_path, rows), "mask: none")
+    assert none["mask"] == "–"
+    assert none["softcap"] == "2/2 · 1"  # both, the rarer one once
+    assert none["heads"] == "2/3 · 0"  # never with "4 to 2"
+    assert none["bias"] == "1/6 · 0"
+    assert (none["forward"], none["backward"]) == ("3", "3")
+    assert _cells(_feature_table(tmp_path, rows), "mask: causal, top left")["softcap"] == "0/2 · 0"
+
+
+def test_the_feature_matrix_shows_what_failed(tmp_path: Path) -> None:
+    failed = {**feature_rows("causal", "yes")[1], "passed": False}
+    rows = [*feature_rows("none", "yes"), feature_rows("causal", "yes")[0], failed]
+    shown = _feature_table(tmp_path, rows)
+    causal = _cells(shown, "mask: causal")
+    assert causal["heads"] == causal["bias"] == causal["backward"] == "FAILED 1"
+    assert (causal["mask"], causal["forward"]) == ("–", "1")
+    assert _cells(shown, "softcap: yes")["mask"] == "FAILED 1"  # though another call passed
+    assert _cells(shown, "mask: none")["softcap"] == "1/2 · 0"
+    assert "2 calls, 2 forward and 2 backward checks, 1 failure." in shown
+
+
+def test_a_cover_fills_the_feature_matrix(tmp_path: Path) -> None:
+    declared = registry()["attention"].features
+    assert declared is not None
+    factors = {**{n: list(levels) for n, levels in declared(True).items()},
+               features.DTYPE: list(features.DTYPES)}  # fmt: skip
+    texts = map(features.as_text, features.cover(factors, 2))
+    row = {"op": "attention", "backend": "triton", "phase": "forward", "passed": True}
+    shown = _feature_table(tmp_path, [{**row, "levels": text} for text in texts])
+    pairs = sum(len(factors[a]) * len(factors[b]) for a, b in itertools.combinations(factors, 2))
+    assert f"{pairs:,} of {pairs:,} pairs" in shown
+    assert "FAILED" not in shown
+    for factor, levels in factors.items():
+        for level in levels:
+            for other, cell in _cells(shown, f"{factor}: {level}").items():
+                if other in factors and other != factor:
+                    assert cell.startswith(f"{len(factors[other])}/{len(factors[other])} · ")
+
+
+def test_every_level_met_every_other_on_a_gpu() -> None:
+    record = json.loads((ROOT / "results" / "h200" / "verify-attention.json").read_text("utf-8"))
+    there = {row["levels"] for row in record["features"] if row["backend"] == "triton"}
+    assert there == {text for text, *_ in features.calls("attention", "cuda")}
+    assert all(row["passed"] for row in record["features"])
 
 
 def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:
@@ -294,6 +414,23 @@ def test_readme_has_a_python_block() -> None:
     assert blocks(README, "python")
 
 
+def test_the_guide_to_attention_keeps_its_word() -> None:
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    text = "\n".join(blocks(GUIDE, "python"))
+    test = doctest.DocTestParser().get_doctest(text, {}, GUIDE.name, str(GUIDE), 0)
+    assert len(test.examples) > 20
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=flags)
+    runner.run(test, out=said.append)
+    assert not runner.failures, "".join(said)
+
+
+def test_every_option_of_attention_is_in_its_guide() -> None:
+    text = GUIDE.read_text("utf-8")
+    for name in inspect.signature(tilewright.attention).parameters:
+        assert re.search(rf"\b{name}\b", text), name
+
+
 def test_explain_prints_what_the_readme_shows() -> None:
     shown = [b for b in blocks(README, "console") if b.startswith("$ tilewright explain ")]
     assert shown
@@ -374,14 +511,22 @@ def _predictions() -> list[Any]:
     ]
 
 
+PREDICTED = {
+    "attention": "D128 T8192 full"
+}  # a case, for an op that rows and columns say little of
+
+
 def _call(names: list[str]) -> tuple[Op, Args]:
-    """The op that a line of a table of floors is about, and its call: 16384 x 4096 in bfloat16."""
+    """The op that a line of a table of floors is about, and its call: 16384 x 4096 in bfloat16, or
+    the case that its notes name."""
     op = every_op()[names[0]]
     by_backward = {o.autograd.op.name: o for o in reversed(registry().values()) if o.autograd}
     forward = registry()[names[1]] if len(names) > 1 else by_backward.get(op.name, op)
     assert forward.inputs is not None
+    named = (case.dims for case in forward.cases if case.name == PREDICTED.get(forward.name))
+    dims = next(named, {"shape": (16384, 4096)})
     with torch.device("meta"):
-        args = tuple(forward.inputs({"shape": (16384, 4096)}, torch.bfloat16, "meta", None))
+        args = tuple(forward.inputs(dims, torch.bfloat16, "meta", None))
     if op is forward:
         return op, args
     outputs = as_tuple(forward.outputs(*args))
@@ -429,6 +574,7 @@ def test_the_autocast_table() -> None:
     )
     x = torch.randn(2, 8, dtype=torch.float16)
     calls = {
+        "attention": lambda: tilewright.attention(*[x[None, None]] * 3),
         "geglu": lambda: tilewright.geglu(x, x),
         "relu": lambda: tilewright.relu(x),
         "layer_norm": lambda: tilewright.layer_norm(x, 8),

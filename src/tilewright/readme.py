@@ -9,20 +9,26 @@ exits 1 if a document or a picture differs from what the records say.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tilewright import compat as aliases
+from tilewright.attending import HEADS
 from tilewright.bench.contest import (
     NO_NUMBER,
     SHORT,
     Contest,
     contests,
+    count,
     has_number,
     micros,
     time_of,
@@ -33,6 +39,7 @@ from tilewright.matrix import Ledger
 from tilewright.ops import registry
 from tilewright.profiling.example import worked_example
 from tilewright.spec import Backend, Op
+from tilewright.verify import features
 
 NOT_MEASURED = "not measured yet"
 
@@ -121,6 +128,108 @@ def verified(root: Path) -> str:
 PHASES = ("forward", "backward", "")
 
 
+def attention_features(root: Path) -> str:
+    """Which options of attention met on a GPU, from results/h200/verify-attention.json."""
+    record = _record(root, "h200/verify-attention.json") or {}
+    rows = [row for row in record.get("features", ()) if row["op"] == "attention"]
+    if not rows:
+        return NOT_MEASURED
+    backends = dict.fromkeys(row["backend"] for row in rows)
+    tables = [_meetings(b, [row for row in rows if row["backend"] == b]) for b in backends]
+    return "\n\n".join([*tables, f"{_environment(record)}; record `verify-attention.json`."])
+
+
+def _meetings(backend: str, rows: Sequence[Any]) -> str:
+    """A line for each level of each factor, a column for each factor it has met."""
+    passed: dict[str, bool] = {}  # a call's levels -> whether all its phases did
+    for row in rows:
+        passed[row["levels"]] = passed.get(row["levels"], True) and row["passed"]
+    calls = {text: features.from_text(text) for text in passed}
+    factors = _factors(calls.values())
+    lines = []
+    for factor, level in ((f, level) for f, levels in factors.items() for level in levels):
+        mine = [text for text, levels in calls.items() if levels.get(factor) == level]
+        good = [calls[text] for text in mine if passed[text]]
+        cells = [f"{factor}: {level}"]
+        for other, levels in factors.items():
+            met = Counter(call.get(other) for call in good)
+            shown = f"{sum(map(bool, map(met.get, levels)))}/{len(levels)}"
+            shown += f" · {min(met[one] for one in levels)}"
+            if len(good) < len(mine):
+                shown = f"FAILED {len(mine) - len(good)}"
+            cells.append(NO_NUMBER if other == factor else shown)
+        lines.append((*cells, *_phases([row for row in rows if row["levels"] in mine])))
+    good = [calls[text] for text in calls if passed[text]]
+    pairs, triples = (_of_all(good, factors, strength) for strength in (2, 3))
+    words = (
+        f"`{backend}`: {len(calls):,} calls, {_counted(rows)}. Of the levels of different factors "
+        f"{pairs} pairs and {triples} triples met in calls that passed."
+    )
+    return f"{_table(('', *factors, 'forward', 'backward'), lines)}\n\n{words}"
+
+
+def _factors(calls: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Every factor and its levels: those that are declared, and any other that was run."""
+    declared = registry()["attention"].features
+    assert declared is not None
+    found = {factor: dict.fromkeys(levels) for factor, levels in declared(True).items()}
+    found[features.DTYPE] = dict.fromkeys(features.DTYPES)
+    for call in calls:
+        for factor, level in call.items():
+            found.setdefault(factor, {})[level] = None
+    return {factor: list(levels) for factor, levels in found.items()}
+
+
+def _phases(rows: Sequence[Any]) -> Iterator[str]:
+    """Checks of each phase that passed, or that did not."""
+    for phase in ("forward", "backward"):
+        passed = [row["passed"] for row in rows if row["phase"] == phase]
+        yield f"{len(passed):,}" if all(passed) else f"FAILED {passed.count(False)}"
+
+
+def _counted(rows: Sequence[Any]) -> str:
+    phases = Counter(row["phase"] for row in rows)
+    failures = sum(not row["passed"] for row in rows)
+    checks = " and ".join(f"{phases[phase]:,} {phase}" for phase in ("forward", "backward"))
+    return f"{checks} checks, {count(failures, 'failure')}"
+
+
+def _of_all(
+    calls: Sequence[Mapping[str, str]], factors: Mapping[str, Sequence[str]], strength: int
+) -> str:
+    """How many combinations of so many levels the calls have, of all that there are."""
+    met, all_ = 0, 0
+    for chosen in itertools.combinations(factors, strength):
+        found = {tuple(call.get(name) for name in chosen) for call in calls}
+        wanted = set(itertools.product(*(factors[name] for name in chosen)))
+        met, all_ = met + len(found & wanted), all_ + len(wanted)
+    return f"{met:,} of {all_:,}"
+
+
+def attention_floors(found: Record) -> str:
+    """What the products of attention take at the roof of the tensor cores."""
+    roof = next((r.value for r in found.roofs if r.name == "mma bf16"), None)
+    if roof is None:
+        return NOT_MEASURED
+    op, rows = registry()["attention"], []
+    for case in (case for case in op.cases if case.group in ("sweep", "sparse")):
+        forward, backward = (
+            op.cost_in(case.dims, torch.bfloat16, phase).flops for phase in ("forward", "backward")
+        )
+        times = (forward, backward, 1.4 * backward)  # seven products instead of five
+        flops = (f"{n / 1e9:,.0f}" for n in (forward, backward))
+        rows.append((case.name, *flops, *(micros(n / (roof * 1e6)) for n in times)))
+    heads = ("case, bf16", "forward, GFLOP", "backward, GFLOP", "forward, µs", "backward, µs",
+             "seven products, µs")  # fmt: skip
+    return f"{_table(heads, rows)}\n\nAt {roof:,.0f} TFLOP/s, the roof `mma bf16`."
+
+
+def compat(root: Path) -> str:
+    """The names of other systems, from the docstring of compat.py."""
+    lines = (aliases.__doc__ or "").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
 def compiled(root: Path) -> str:
     """The compile ledger, from results/compile/*.jsonl."""
     by_compiler: dict[str, list[Any]] = defaultdict(list)
@@ -196,6 +305,7 @@ MEASURED = (
     *(f"bench-{suite}-gated-norm" for suite in ("model", "prefill", "decode", "sweep")),
     *("bench-model", "bench-prefill-gated", "bench-prefill", "bench-decode-gated", "bench-decode"),
     *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
+    *("bench-sweep-attention", "bench-sparse-attention"),
 )
 
 
@@ -206,17 +316,20 @@ def measured(folder: str, root: Path) -> str:
     there = _distinct([c for r in found for c in contests(r.rows)])
     judged = [c for c in there if c.first.op in names and c.entered]
     rivals = _rivals(judged)
+    rates = any(row.bound == "compute" for c in judged for row in c.rows.values())
     rows = []
     for contest in judged:
         dims = contest.first.dims
         what = (f"`{contest.first.op}` {contest.first.phase}", _shape(dims))
         for row in contest.rows.values():
             if row.ours and has_number(row):
-                reached = (row.contender, micros(time_of(row)), f"{row.of_roof or 0:.0%}")
+                reached = [row.contender, micros(time_of(row)), f"{row.of_roof or 0:.0%}"]
+                reached += [f"{row.tflops or 0:,.0f}"] if rates else []
                 rows.append((*what, *reached, *_ratios(contest, row, rivals)))
     if not rows:
         return NOT_MEASURED
-    heads = ("op", "shape, bf16", "backend", "µs", "of roof", *(f"{n} / ours" for n in rivals))
+    heads = ["op", "shape, bf16", "backend", "µs", "of roof", *(["TFLOP/s"] if rates else [])]
+    heads += [f"{n} / ours" for n in rivals]
     return f"{_table(heads, rows)}\n\n{_environment(found[0].run)}."
 
 
@@ -226,7 +339,19 @@ def _shape(dims: Mapping[str, Any]) -> str:
     words += [
         word for name, word in (("erf", "erf"), ("from_bshd", "transposed")) if dims.get(name)
     ]
+    words += _of_attention(dims) if "causal" in dims else []
     return ", ".join([" x ".join(map(str, dims["shape"])), *words])
+
+
+def _of_attention(dims: Mapping[str, Any]) -> Iterator[str]:
+    layout, kv_heads = dims.get("layout") or "bhsd", dims.get("kv_heads")
+    if kv_heads not in (None, dims["shape"][HEADS[layout]]):
+        yield f"{kv_heads} key heads"
+    if lengths := dims.get("lengths"):
+        yield f"{len(lengths)} sequences"
+    yield "causal" if dims["causal"] else "full"
+    if window := dims.get("window"):
+        yield f"window {window[0]} + {window[1]}"
 
 
 def yardsticks(found: Record) -> str:
@@ -318,12 +443,16 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "repeated": repeated,
     "agreement": agreement,
     "profile": profile,
+    "attention-features": attention_features,
+    "attention-floors": _of_bench("bench-quick", attention_floors),
+    "compat": compat,
     **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
 }
 DOCUMENTS = (
     "README.md",
     "docs/benchmarking.md",
     "docs/profiling.md",
+    "docs/attention.md",
     *(f"src/tilewright/ops/{name}/notes.md" for name in OP_FOLDERS),
 )
 PICTURES = Path("docs", "pictures")

@@ -129,9 +129,13 @@ def vector_width(tensors: Sequence[torch.Tensor], heads: Sequence[Heads]) -> int
     return per_vector if whole and aligned else 1
 
 
-def width(dim: int) -> int:
-    """Columns of the tile that holds a head."""
-    return max(1 << (dim - 1).bit_length(), NARROWEST)
+def width(dim: int, vec: int) -> int:
+    """Columns of the tile that holds a head.
+
+    Halves that are not loaded in whole vectors get 64 at least: Triton 3.6 stores tiles of 32 of
+    them to the wrong places of shared memory, and the products read other numbers.
+    """
+    return max(1 << (dim - 1).bit_length(), NARROWEST if vec > 1 else 2 * NARROWEST)
 
 
 def together(call: Call, blocks: int) -> int:

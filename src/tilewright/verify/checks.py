@@ -431,6 +431,8 @@ def large(c: Context) -> Iterator[Result]:
         return
     n, rows = 4096, 2**31 // 4096 + 3
     small = c.inputs({"shape": (4, n)}, torch.float16, c.seed)
+    if not c.serves(small):
+        return
     first = tuple(
         torch.zeros((rows, *a.shape[1:]), dtype=a.dtype, device=a.device).index_copy_(
             0, torch.tensor([0, 1, rows - 2, rows - 1], device=a.device), a

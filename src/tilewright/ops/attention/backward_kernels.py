@@ -90,6 +90,7 @@ def _weights(
     s, lse, i, j, cut, inside, off, rows, keys, left, right, scale, softcap, slope,
     bias_ptr, bias_i, bias_j,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """(P, what softcap leaves of the slope) from raw products.
 
@@ -103,7 +104,7 @@ def _weights(
     else:
         s, kept = logits(
             s, i, j, off, scale, softcap, slope, bias_ptr, bias_i, bias_j, rows, keys,
-            SOFTCAP, ALIBI,
+            SOFTCAP, ALIBI, EXACT,
         )  # fmt: skip
         p = tl.exp2(s * LOG2_E - lse)
     if cut:
@@ -145,6 +146,7 @@ def _walk_rows(
         p, kept = _weights(
             s, lse, i[None, :], j[:, None], cut, (i < rows)[None, :], off, rows, keys, left, right,
             scale, softcap, slope, bias_ptr, bias_i, bias_j, LEFT, RIGHT, SOFTCAP, ALIBI,
+            q.dtype == tl.float32,
         )  # fmt: skip
         dv = dot(p.to(grad.dtype), grad, dv, PRECISION, WIDE)
         dp = dot(v, tl.trans(grad), None, PRECISION, WIDE)
@@ -272,6 +274,7 @@ def _walk_keys(
         p, kept = _weights(
             s, lse, i[:, None], j[None, :], cut, (j < keys)[None, :], off, rows, keys, left, right,
             scale, softcap, slope, bias_ptr, bias_i, bias_j, LEFT, RIGHT, SOFTCAP, ALIBI,
+            q.dtype == tl.float32,
         )  # fmt: skip
         ds = p * (dp - delta) * kept
         dq = dot(ds.to(k.dtype), k, dq, PRECISION, WIDE)
@@ -427,7 +430,7 @@ def _grad_bias(
                 s, lse[:, None], i[:, None], j[None, :], True,
                 (i < its_rows)[:, None] & (j < its_keys)[None, :],
                 off, its_rows, its_keys, left, right, scale, softcap, slope, head_bias, bias_i,
-                bias_j, LEFT, RIGHT, SOFTCAP, ALIBI,
+                bias_j, LEFT, RIGHT, SOFTCAP, ALIBI, q.dtype == tl.float32,
             )  # fmt: skip
             total += p * (dp - delta[:, None])
 

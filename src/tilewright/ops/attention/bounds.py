@@ -13,6 +13,7 @@ from tilewright.spec import Args, Rounding, sum_path
 
 Tensor = torch.Tensor
 
+FLUSHED = 2.0**-126  # a weight below float32's smallest normal number may be 0 on a GPU
 TF32 = 2.0**-10  # what tensor cores drop of a float32 operand, which they may truncate
 
 
@@ -108,9 +109,10 @@ def tolerance_backward(rounding: Rounding, outputs: Args, *args: Any) -> tuple[T
         # the saved output carries the forward's errors into delta
         carried = e.weight.unsqueeze(-1) * (p @ values.abs()) + rounding.u_in * o.abs()
         of_delta = (rows.abs() * carried).sum(-1) + 16 * e.u32 * (delta.abs() + d_lse.abs())
-        reach = ((rows @ values.mT).abs() + (delta.abs() + d_lse.abs()).unsqueeze(-1)) * p
+        factors = (rows @ values.mT).abs() + (delta.abs() + d_lse.abs()).unsqueeze(-1)
+        reach = factors * p
         absolute = of_delta + e.product(rows, e.values)
-        of_ds = e.weight.unsqueeze(-1) * reach + p * absolute.unsqueeze(-1)
+        of_ds = e.weight.unsqueeze(-1) * reach + p * absolute.unsqueeze(-1) + FLUSHED * factors
         many = sum_path(math.prod(piece.sizes) * piece.group) * e.u32
         if bias is not None:
             place = piece.of_bias(bias)

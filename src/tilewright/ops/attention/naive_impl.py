@@ -65,8 +65,6 @@ def refuses(
     used = [name for name, value in options.items() if value is not None]
     if used:
         return f"it has no {used[0]}"
-    if not scale >= 0:
-        return f"scale is {scale}; it takes the maximum before scaling, so none below 0"
     if not 1 <= max_k <= MOST_KEYS:
         return f"k has {max_k} tokens; it holds all keys in one tile, up to {MOST_KEYS}"
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
@@ -104,16 +102,16 @@ def _attend_at_once(
 
     s = dot(q, tl.trans(k), None, PRECISION, WIDE)  # [ROWS, KEYS]
     visible = seen(i[:, None], j[None, :], (j < keys)[None, :], off, left, right, LEFT, RIGHT)
-    s = tl.where(visible, s, MINUS_INF)
-    peak = tl.max(s, 1) * (scale * LOG2_E)
+    s = tl.where(visible, s * scale, MINUS_INF)
+    peak = tl.max(s, 1)
     shift = tl.where(peak == MINUS_INF, 0.0, peak)  # a row that sees no key
-    p = tl.exp2(s * (scale * LOG2_E) - shift[:, None])
+    p = tl.exp2((s - shift[:, None]) * LOG2_E)
     total = tl.sum(p, 1)
     out = dot(p.to(v.dtype), v, None, PRECISION, WIDE)  # [ROWS, VALUE_COLUMNS]
 
     nothing = total == 0.0
     out = out / tl.where(nothing, 1.0, total)[:, None]
-    lse = tl.where(nothing, MINUS_INF, (peak + tl.log2(total)) * LN_2)
+    lse = tl.where(nothing, MINUS_INF, peak + tl.log2(total) * LN_2)
     inside, row = i < rows, i.to(tl.int64)
     tl.store(lse_ptr + far * lse_b + wide_head * lse_h + row, lse, mask=inside)
     out_ptr += (far * o_b + wide_head * o_h) * VEC
@@ -124,7 +122,7 @@ def _bind(call: Call, given: list[torch.Tensor], out: Heads) -> Callable[..., No
     """`run(out, lse, q, k, v)`."""
     heads = (out, call.q, call.k, call.v)
     vec = vector_width(given, heads)
-    columns, value_columns = width(call.q.dim), width(call.v.dim)
+    columns, value_columns = width(call.q.dim, vec), width(call.v.dim, vec)
     choice = launch(call.rows, call.keys)
     blocks = programs(call.rows, choice.rows)
     off = 0 if call.top_left else call.keys - call.rows

@@ -153,6 +153,8 @@ def inputs(dims: Dims, dtype: torch.dtype, device: Any, rng: Any) -> Args:
         return x.to(of_dtype).to(device)
 
     q = placed(size * of_heads(heads, shape[TOKENS[layout]], shape[-1]))
+    if dims.get("odd"):  # no row starts at a whole vector
+        q = torch.cat((q, q[..., :1]), -1)[..., :-1]
     k = placed(size * of_heads(kv_heads, keys, shape[-1]))
     v = placed(of_heads(kv_heads, keys, shape[-1] if value_dim is None else value_dim))
     sinks = slopes = cu_q = cu_k = seq_lens = None
@@ -265,6 +267,9 @@ def sample(rng: random.Random) -> dict[str, Any]:
     heads, batch = kv_heads * group, rng.randint(1, 3)
     longest = 70 if dim <= 128 and heads * batch <= 4 else 35
     dims: dict[str, Any] = {"layout": layout, "kv_heads": kv_heads}
+    if rng.random() < 0.2:  # short and plain, as `naive` wants it
+        sizes = (batch, heads, rng.randint(1, 70), min(dim, 128))
+        return {**dims, "layout": "bhsd", "shape": sizes, "keys": rng.randint(1, 64)}
     if layout == "thd":
         lengths, keys = (
             tuple(rng.choice([0, rng.randint(1, longest)]) for _ in range(batch + 1))
@@ -390,6 +395,7 @@ def _edges() -> Iterator[Case]:
         yield Case(f"{queries}-by-{keys}-full", {"shape": (1, 2, queries, 64), "keys": keys})
     for value_dim in (16, 40, 128):
         yield Case(f"values-{value_dim}", {"shape": (1, 2, 33, 64), "value_dim": value_dim})
+    yield Case("odd", {"shape": (1, 2, 33, 24), "value_dim": 16, "odd": True})
     for kv_heads in (1, 2, 4):
         grouped = {"shape": (2, 4, 35, 64), "kv_heads": kv_heads, "causal": True}
         yield Case(f"kv-heads-{kv_heads}", grouped)

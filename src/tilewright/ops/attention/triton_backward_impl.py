@@ -105,7 +105,7 @@ class _Given:
 
     @property
     def columns(self) -> tuple[int, int]:
-        return width(self.call.q.dim), width(self.call.v.dim)
+        return width(self.call.q.dim, self.vec), width(self.call.v.dim, self.vec)
 
     def strides(self, *heads: Heads) -> list[int]:
         return [stride // self.vec for each in heads for stride in each.strides]
@@ -276,7 +276,7 @@ def prepare(
     tma = gpu.sm >= 90 and gpu.shared_per_block >= ROOM and call.work >= MUCH
     tma = tma and vec > 1 and call.dtype != torch.float32 and call.is_plain(alibi_slopes, bias)
     tma = tma and all(map(fits_tma, (grads, call.q, call.k, call.v)))
-    columns = max(width(call.q.dim), width(call.v.dim))
+    columns = max(width(call.q.dim, vec), width(call.v.dim, vec))
     g = _Given(call, launch(columns, call.dtype, tma, gpu), vec, tma, grads, given)
     blocks = programs(call.rows, g.summary_rows)
     new_summary = memory.contiguous((2 * g.lines, g.line), torch.float32, q.device)

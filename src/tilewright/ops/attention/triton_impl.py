@@ -136,7 +136,7 @@ def _walk(
         if not PLAIN:
             s, _ = logits(
                 s, i[:, None], j[None, :], off, scale, softcap, slope, bias_ptr, bias_i, bias_j,
-                rows, keys, SOFTCAP, ALIBI,
+                rows, keys, SOFTCAP, ALIBI, q.dtype == tl.float32,
             )  # fmt: skip
         if (start < all_begin) | (start >= all_end):  # not all rows see all of these keys
             inside = (j < keys)[None, :]
@@ -180,7 +180,8 @@ def _attend(
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
-    PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or FLIPPED) and bias_ptr is None
+    HALVES: tl.constexpr = q_ptr.dtype.element_ty != tl.float32  # float32 loses to a scaled peak
+    PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or FLIPPED) and bias_ptr is None and HALVES
     UNIT: tl.constexpr = LN_2 if PLAIN else 1.0  # of `peak`, a natural logarithm
     block, head, number = place(blocks, heads, total_heads, together)
     first_row, first_key, rows, keys, off = sequence(
@@ -253,7 +254,7 @@ def _bind(
     _, alibi, bias, *_ = options
     heads = (out, call.q, call.k, call.v)
     vec = vector_width(given, heads)
-    columns, value_columns = width(call.q.dim), width(call.v.dim)
+    columns, value_columns = width(call.q.dim, vec), width(call.v.dim, vec)
     plain = call.is_plain(alibi, bias)
     tma = gpu.sm >= 90 and gpu.shared_per_block >= ROOM and call.work >= MUCH
     tma = tma and plain and vec > 1 and call.dtype != torch.float32
