@@ -165,7 +165,7 @@ def expected(op: Op, backend: str, count: int) -> dict[str, int]:
 
 
 def serves(context: Context, dims: Any) -> bool:
-    """Whether the backend's kernels take it: asked as for a GPU, for here nothing is interpreted."""
+    """Whether the backend's kernels take it: asked as for a GPU; here nothing is interpreted."""
     args = meta_inputs(context.op, dims, torch.float16)
     backend = context.op.backend(context.backend)
     return dispatch.refusal(backend, context.op, args, args[0], H200, pretending=True) is None
