@@ -3,10 +3,10 @@
 A program computes some rows of one head. It reads its queries once and walks over the keys they
 see, tile by tile: scores, a running maximum and a running sum in float32, and the values weighted
 by the powers so far, rescaled whenever the maximum grows. Scores never leave the SM, so memory is
-linear in the tokens. The walk has up to three parts: tiles that the window's left border cuts,
-tiles that all rows see whole (no mask there), and tiles that the diagonal or the end cuts; tiles
-that no row sees are never read.
-On SM 90 and newer, calls with much work fetch keys and values by TMA: 9 % faster (notes.md).
+linear in the tokens. Tiles that no row sees are never read; only those that a border cuts (the
+window's, the diagonal, the end) are masked, by a branch inside the one loop.
+On SM 90 and newer, calls with much work fetch keys and values by TMA, which takes fewer registers
+than pointers do (notes.md).
 Limits: heads of 16 to 512 elements, a multiple of 8.
 """
 
