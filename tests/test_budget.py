@@ -116,6 +116,22 @@ FORWARD["swiglu"] = {"": {}, "chunks": {"chunks": True}}
 FORWARD["swiglu_packed"] = {"": {}}
 FORWARD["geglu"] = {"": {}, "erf": {"approximate": "none"}}
 FORWARD["geglu_packed"] = {"": {}, "erf": {"approximate": "none"}}
+# Every option is a kernel of its own, and so is every width of a head.
+FORWARD["attention"] = {
+    "": {},
+    "heads of 64": {"dim": 64},
+    "heads of 256": {"dim": 256},
+    "other values": {"value_dim": 64},
+    "causal": {"causal": True},
+    "window": {"window": True},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi": True},
+    "bias": {"bias": True},
+    "packed": {"packed": True},
+    "lengths": {"lengths": True},
+    "lse": {"lse": True},
+}
 
 
 def _gated_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
@@ -145,7 +161,43 @@ def _rope_args(x: torch.Tensor, flags: Flags) -> Args:
     return q, k, cos, sin, ids, flags.get("style", "halves"), rotary, layout
 
 
+def _attention_args(x: torch.Tensor, flags: Flags) -> Args:
+    """Rows are tokens of as many heads as they hold; x is already as wide as whole heads are."""
+    dim = flags.get("dim", ATTENTION_DIM)
+    q = x.unflatten(-1, (-1, dim))
+    q, layout = q if q.dim() == 4 else q[None], "bshd"
+    batch, tokens, heads, _ = q.shape
+    keys = tokens if heads % 2 else tokens % 64 + 1  # as many, or few enough for one tile
+    kv_heads = heads // 4 if heads % 4 == 0 else heads
+    lengths: list[Any] = [None, None, None]
+    if flags.get("packed"):
+        q, layout, batch = q.flatten(0, 1), "thd", 3
+        lengths = [_empty(batch + 1, dtype=torch.int32) for _ in "qk"] + [None]
+    elif flags.get("lengths"):
+        lengths[-1] = _empty(batch, dtype=torch.int32)
+    sizes = (batch, keys) if layout == "bshd" else (keys,)
+    k = _empty(*sizes, kv_heads, dim, dtype=x.dtype)
+    v = _empty(*sizes, kv_heads, flags.get("value_dim", dim), dtype=x.dtype)
+    sinks = _empty(heads, dtype=x.dtype) if flags.get("sinks") else None
+    slopes = _empty(heads, dtype=torch.float32) if flags.get("alibi") else None
+    bias = _empty(1, heads, tokens, keys, dtype=x.dtype) if flags.get("bias") else None
+    left, right = (9 if flags.get("window") else -1), (0 if flags.get("causal") else -1)
+    mask = (left, right, False, flags.get("softcap", 0.0))
+    return q, k, v, sinks, slopes, bias, *lengths, layout, 0.1, *mask, tokens, keys, "ieee"
+
+
+ATTENTION_DIM = 128
+
+
+def _width(name: str, columns: int, flags: Flags) -> int:
+    """Columns of a call: attention's make whole heads."""
+    dim = flags.get("dim", ATTENTION_DIM)
+    return min(max(columns // dim, 1), 64) * dim if name == "attention" else columns
+
+
 def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
+    if name == "attention":
+        return _attention_args(x, flags)
     if name in ("rope", "rope_"):
         return _rope_args(x, flags)
     if name in ("swiglu", "swiglu_packed", "geglu", "geglu_packed"):
@@ -180,9 +232,12 @@ def _op(name: str) -> Op:
     return op.in_place
 
 
-def _backward_args(op: Op, args: Args, like: torch.Tensor) -> Args:
+def _backward_args(op: Op, args: Args, like: torch.Tensor, flags: Flags) -> Args:
     """As autograd calls it, with an incoming gradient of the input's own strange layout."""
     outputs = as_tuple(op.outputs(*args))
+    if op.name == "attention":
+        grad = args[0] if args[0].shape == outputs[0].shape else outputs[0]
+        return op.backward_call(args, outputs, (grad, outputs[1] if flags.get("lse") else None))
     if op.name == "rope":
         return op.backward_call(args, outputs, (args[0], outputs[1]))
     grads = tuple(like[..., : o.shape[-1]] if o.dtype == like.dtype else o for o in outputs)
@@ -198,11 +253,10 @@ def _requests(op: Op, backend: Any, args: Args) -> list[Any]:
     return requests
 
 
-REFUSED = (
-    ("cuda", "dim 0"),
-    ("cuda", "llama mixed"),
-    ("cuda", "mixed"),
-)  # by `accepts`, see test_dispatch
+REFUSED = {
+    "cuda": ("dim 0", "llama mixed", "mixed"),
+    "naive": ("heads of 256", "sinks", "softcap", "alibi", "bias", "packed", "lengths"),
+}  # by technology or backend; see test_dispatch
 
 
 def _budgets() -> Iterator[Any]:
@@ -214,7 +268,8 @@ def _budgets() -> Iterator[Any]:
             op = forward.autograd.op if backward and forward.autograd else forward
             for backend in op.backends:
                 for flags in flag_sets:
-                    if backend.technology == "torch" or (backend.technology, flags) in REFUSED:
+                    refused = REFUSED.get(backend.technology, ()) + REFUSED.get(backend.name, ())
+                    if backend.technology == "torch" or flags in refused:
                         continue
                     phase = "backward" if backward else "forward"
                     parts = (name, phase, backend.name, flags)
@@ -230,16 +285,17 @@ def test_shapes_compile_at_most_twelve_binaries(
     forward = _op(name)
     op = forward.autograd.op if backward and forward.autograd else forward
     chosen = op.backend(backend)
+    flags_of = FORWARD[name][flags]
     dtypes = FLOATS if flags == "" else (torch.bfloat16,)
     for dtype in dtypes:
         binaries: dict[str, Any] = {}
         for rows, columns, layout in calls():
-            x = LAYOUTS[layout](rows, columns, dtype=dtype)
+            x = LAYOUTS[layout](rows, _width(name, columns, flags_of), dtype=dtype)
             if name.endswith("_") and layout == "expanded":
                 continue
-            args = _forward_args(name, x, FORWARD[name][flags])
+            args = _forward_args(name, x, flags_of)
             if backward:
-                args = _backward_args(forward, args, x)
+                args = _backward_args(forward, args, x, flags_of)
             for request in _requests(op, chosen, args):
                 # a launch may ask for more or less shared memory of the same binary
                 binary = describe(replace(request, dynamic_shared=0))

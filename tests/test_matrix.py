@@ -26,6 +26,7 @@ from tilewright.ops import every_op, registry
 from tilewright.toolkit import nvrtc, recording
 
 SOURCE = Path(__file__).parents[1] / "src"
+BUILD = sys.modules["tilewright.matrix.build"]  # whose name in the package is its function's
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,42 @@ def test_every_dtype_and_alignment_is_reached(everything: list[Wanted]) -> None:
     relu = [w for w in everything if w.op == "relu" and w.sm == 90]
     assert {w.dtype for w in relu} == {"float32", "float16", "bfloat16"}
     assert {dict(w.request.constants)["VEC"] for w in relu} == {1, 4, 8}
+
+
+def named_calls(*compiled: str) -> list[tuple[str, str, bool]]:
+    """(case, dtype, whether its rows hold whole vectors) of relu, if it named these cases."""
+    op = dataclasses.replace(registry()["relu"], compiled=compiled)
+    return [
+        (case, str(dtype).removeprefix("torch."), args[0].is_contiguous())
+        for args, dtype, case in reach._calls(op)
+    ]
+
+
+def test_an_op_may_name_the_cases_to_compile() -> None:
+    """The first as all would be: in every dtype, aligned and not; float16 is bfloat16's twin."""
+    every = {case for case, *_ in named_calls()}
+    first, second = [c.name for c in registry()["relu"].cases if len(c.dims["shape"]) > 1][:2]
+    assert {first, second} < every
+    dtypes = ("float32", "float16", "bfloat16")
+    wanted = [(first, dtype, whole) for dtype in dtypes for whole in (True, False)]
+    wanted += [(second, dtype, True) for dtype in ("float32", "bfloat16")]
+    assert sorted(named_calls(first, second)) == sorted(wanted)
+    swapped = [(case, dtype) for case, dtype, whole in named_calls(second, first) if not whole]
+    assert swapped == [(second, dtype) for dtype in dtypes]
+    assert {(c, d) for c, d, _ in named_calls() if c == first} == {(first, d) for d in dtypes}
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in registry().values() if op.compiled], ids=lambda op: op.name
+)
+def test_the_cases_that_are_named_exist_and_reach_every_kernel(
+    op: Any, everything: list[Wanted]
+) -> None:
+    names = [case.name for case in op.cases]
+    assert set(op.compiled) <= set(names)
+    assert len(set(op.compiled)) == len(op.compiled)
+    ours = {op.name, op.autograd.op.name}
+    assert {w.case for w in everything if w.op in ours} == set(op.compiled)  # none is in vain
 
 
 def test_no_binary_is_wanted_twice(everything: list[Wanted]) -> None:
@@ -417,6 +454,27 @@ def test_a_triton_kernel_that_spills_is_a_violation(
     assert "spills" in violation
 
 
+@pytest.mark.parametrize(
+    ("may_spill", "violation"), [(0, "spills 64 bytes"), (63, "spills 64 bytes"), (64, "")]
+)
+def test_a_spill_that_is_allowed_is_no_violation(
+    may_spill: int, violation: str, relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BUILD, "_triton", lambda request, sm: (255, 64, 0, ""))
+    built = matrix.build(dataclasses.replace(relu_75[0], may_spill=may_spill))
+    assert (built.violation, built.spills) == (violation, 64)
+
+
+def test_a_backend_declares_what_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each op for its own: what is in place or backward declares its backends itself."""
+    op = registry()["relu"]
+    backends = tuple(dataclasses.replace(b, may_spill=48) for b in op.backends)
+    loose = dataclasses.replace(op, backends=backends)
+    monkeypatch.setattr(reach, "registry", lambda: {"relu": loose})
+    allowed = {(w.op, w.may_spill) for w in matrix.reachable(["relu"], [75])}
+    assert allowed == {("relu", 48), ("relu_", 0), ("relu_backward", 0)}
+
+
 def test_a_kernel_that_does_not_compile_is_a_violation(
     cuda_90: Wanted, relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +490,32 @@ def test_a_kernel_that_does_not_compile_is_a_violation(
 def test_a_promise_of_tensor_cores_is_held_to(cuda_90: Wanted) -> None:
     built = matrix.build(dataclasses.replace(cuda_90, tensor_cores=True))
     assert "no tensor-core instruction" in built.violation
+
+
+@pytest.mark.parametrize("text", ["wgmma.mma_async", "mma.sync.aligned", "tcgen05.mma", "add.f32"])
+def test_tensor_cores_are_known_by_their_instructions(
+    text: str, relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BUILD, "_triton", lambda request, sm: (32, 0, 0, f"\t{text} r0, r1;"))
+    on_cores, off = (dataclasses.replace(relu_75[0], tensor_cores=on) for on in (True, False))
+    assert ("no tensor-core" in matrix.build(on_cores).violation) == (text == "add.f32")
+    assert not matrix.build(off).violation
+
+
+def test_tensor_cores_are_promised_by_kernel_and_not_for_float32(
+    everything: list[Wanted],
+) -> None:
+    promised = {
+        kernel
+        for op in every_op().values()
+        for backend in op.backends
+        for kernel in backend.tensor_cores
+    }
+    assert {w.kernel for w in everything if w.tensor_cores} == promised >= {"_attend", "_grad_keys"}
+    for wanted in everything:
+        assert wanted.tensor_cores == (wanted.kernel in promised and wanted.dtype != "float32")
+    others = {w.kernel for w in everything if w.op == "attention_backward"} - promised
+    assert others == {"_summaries"}  # which only adds up
 
 
 def test_a_matrix_of_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

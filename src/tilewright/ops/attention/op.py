@@ -20,6 +20,7 @@ from tilewright.shapes import LLAMA_3_8B, MODELS
 from tilewright.spec import Args, Autograd, Backend, Case, Cost, Op, normal
 
 HERE = "tilewright.ops.attention"
+HALVES = (torch.float16, torch.bfloat16)
 
 Tensor = torch.Tensor
 Dims = Mapping[str, Any]
@@ -268,8 +269,8 @@ def sample(rng: random.Random) -> dict[str, Any]:
     longest = 70 if dim <= 128 and heads * batch <= 4 else 35
     dims: dict[str, Any] = {"layout": layout, "kv_heads": kv_heads}
     if rng.random() < 0.2:  # short and plain, as `naive` wants it
-        sizes = (batch, heads, rng.randint(1, 70), min(dim, 128))
-        return {**dims, "layout": "bhsd", "shape": sizes, "keys": rng.randint(1, 64)}
+        short = (batch, heads, rng.randint(1, 70), min(dim, 128))
+        return {**dims, "layout": "bhsd", "shape": short, "keys": rng.randint(1, 64)}
     if layout == "thd":
         lengths, keys = (
             tuple(rng.choice([0, rng.randint(1, longest)]) for _ in range(batch + 1))
@@ -564,7 +565,7 @@ OP = Op(
     outputs=attending.outputs,
     check=attending.check,
     backends=(
-        _triton("naive", "naive_impl", tensor_cores=("_attend_at_once",)),
+        _triton("naive", "naive_impl", tensor_cores=("_attend_at_once",), dtypes=HALVES),
         _triton("triton", "triton_impl", tensor_cores=("_attend",)),
         Backend("torch", "torch", f"{HERE}.reference:attention", dtypes=None),
     ),
