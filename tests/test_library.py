@@ -146,6 +146,8 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
         laid = laid[:, None] if laid.dim() == 2 else laid[0]
         return laid.detach().requires_grad_(grad)
 
+    if op in ("attention", "attention_backward"):
+        return _attention(heads, backward=op != "attention")
     weight = torch.randn(N).to(dtype)
     last = x().dim() - 1
     cos, sin = torch.randn(2, 6, N).to(dtype)
@@ -178,6 +180,23 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "geglu_packed_backward": (x()[..., ::2], x(), "gate_up", "tanh"),
     }
     return calls[op]
+
+
+def _attention(heads: Callable[..., torch.Tensor], backward: bool) -> tuple[Any, ...]:
+    """Packed as two sequences, or causal with sinks: test_attention has the other options."""
+    grad = not backward
+    q, k, v = (heads(grad) for _ in range(3))
+    packed = q.dim() == 3
+    tokens, count = (len(q), q.shape[1]) if packed else (q.shape[2], q.shape[1])
+    sums = torch.tensor([0, 2, tokens], dtype=torch.int32) if packed else None
+    sinks = None if packed else torch.randn(count).to(q.dtype).requires_grad_(grad)
+    options = ("thd" if packed else "bhsd", 0.5, -1, 0, False, 0.0, tokens, tokens, "ieee")
+    args = (q, k, v, sinks, None, None, sums, sums, None, *options)
+    if not backward:
+        return args
+    attention = EVERY_OP["attention"]
+    outputs = tuple(attention.reference(*args))
+    return attention.backward_call(args, outputs, (heads(), outputs[1]))
 
 
 def test_opcheck_covers_every_registered_op() -> None:
