@@ -106,8 +106,8 @@ def edge_checks(op: str, backend: str) -> list[str]:
     return [check for check in CHECKS if not left_out.get(check)]
 
 
-# Left to `make oldest` and to GPUs: attention takes the interpreter minutes. Bits differ from run to
-# run only where programs do not run one after another. Random cases have layouts too. Of naive's
+# Left to `make oldest` and to GPUs: attention takes the interpreter minutes. Bits differ from run
+# to run only where programs do not run one after another. Random cases have layouts too. Of naive's
 # offsets, most is the other's backward; and `empty` has packed sequences for it, which it refuses.
 ELSEWHERE = {
     ("attention", "triton"): ("repeat", "layouts", "cases"),  # of its cases, some below
