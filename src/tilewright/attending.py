@@ -303,13 +303,12 @@ def outputs_backward(
     lse: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need_q, need_kv, need_sinks, need_bias = rest[-4:]
-    nothing = q.new_empty(0)
     return (
-        like(q, q.shape[-1]) if need_q else nothing,
-        like(k, k.shape[-1]) if need_kv else nothing,
-        like(v, v.shape[-1]) if need_kv else nothing,
-        nothing if sinks is None or not need_sinks else sinks.new_empty(sinks.shape),
-        nothing if bias is None or not need_bias else bias.new_empty(bias.shape),
+        like(q, q.shape[-1]) if need_q else q.new_empty(0),
+        like(k, k.shape[-1]) if need_kv else q.new_empty(0),
+        like(v, v.shape[-1]) if need_kv else q.new_empty(0),
+        q.new_empty(0) if sinks is None or not need_sinks else sinks.new_empty(sinks.shape),
+        q.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape),
     )
 
 

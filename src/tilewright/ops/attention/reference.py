@@ -177,8 +177,7 @@ def attention_backward(
     if layout == "thd":
         lse, grad_lse = lse[None], None if grad_lse is None else grad_lse[None]
     dq, dk, dv = (torch.zeros_like(x, dtype=call.wide) for x in (call.q, call.k, call.v))
-    nothing = q.new_empty(0)
-    d_sinks = d_bias = nothing
+    d_sinks = d_bias = None
     if sinks is not None and need_sinks:
         d_sinks = torch.zeros_like(sinks, dtype=call.wide)
     if bias is not None and need_bias:
@@ -196,27 +195,30 @@ def attention_backward(
         d_weights = product(rows, values.mT, call.precision).to(call.wide)
         d_weights = d_weights.unflatten(2, s.shape[2:4])
         ds = weights * (d_weights - delta.unsqueeze(-1))
-        if d_sinks is not nothing:
+        if d_sinks is not None:
             in_sink = (sink_of(call, piece) - known).exp()
             d_sinks[piece.query_heads] -= (in_sink * delta).sum((0, 3)).flatten()
-        if d_bias is not nothing:
+        if d_bias is not None:
             place = piece.of_bias(d_bias)
             d_bias[place] += ds.flatten(1, 2).sum_to_size(d_bias[place].shape)
         ds = ds if bend is None else ds * bend
         ds = (ds * scale).to(q.dtype).flatten(2, 3)
         weights = weights.to(v.dtype).flatten(2, 3)
         queries, keys = piece.rows(call.q).flatten(2, 3), call.k[piece.of_keys]
-        found = product(ds, keys, precision).unflatten(2, s.shape[2:4])
-        dq[piece.of_queries] = found.flatten(1, 2).to(call.wide)  # no other piece has these rows
+        of_rows = product(ds, keys, precision).unflatten(2, s.shape[2:4])
+        dq[piece.of_queries] = of_rows.flatten(1, 2).to(call.wide)  # no other piece has these rows
         dk[piece.of_keys] += product(ds.mT, queries, precision)
         dv[piece.of_keys] += product(weights.mT, rows, precision)
 
+    def found_or_nothing(found: Tensor | None, of: Any) -> Tensor:
+        return q.new_empty(0) if found is None else found.to(of.dtype)  # outputs share no memory
+
     return (
-        as_laid_out(dq.to(q.dtype), layout) if need_q else nothing,
-        as_laid_out(dk.to(k.dtype), layout) if need_kv else nothing,
-        as_laid_out(dv.to(v.dtype), layout) if need_kv else nothing,
-        d_sinks if sinks is None else d_sinks.to(sinks.dtype),
-        d_bias if bias is None else d_bias.to(bias.dtype),
+        found_or_nothing(as_laid_out(dq, layout) if need_q else None, q),
+        found_or_nothing(as_laid_out(dk, layout) if need_kv else None, k),
+        found_or_nothing(as_laid_out(dv, layout) if need_kv else None, v),
+        found_or_nothing(d_sinks, sinks),
+        found_or_nothing(d_bias, bias),
     )
 
 
