@@ -85,7 +85,7 @@ def test_random_cases_forward_and_backward(op: str, backend: str, tmp_path: Path
     assert kernel is not None and kernel.dtypes is not None
     for dtype in kernel.dtypes:
         for phase in run:
-            assert seen[str(dtype).removeprefix("torch."), phase] > count // 5
+            assert seen[str(dtype).removeprefix("torch."), phase] >= count // 5
     assert all(row["worst_error_over_tolerance"] <= 1 for row in report["numerics"])
 
 
@@ -111,10 +111,10 @@ def edge_checks(op: str, backend: str) -> list[str]:
 
 # Left to `make oldest` and to GPUs: attention takes the interpreter minutes. Bits differ from run
 # to run only where programs do not run one after another. Random cases have layouts too. Of naive's
-# offsets, most is the other's backward; and `empty` has packed sequences for it, which it refuses.
+# offsets, most is the other's backward; the rest has features for it that it refuses.
 ELSEWHERE = {
     ("attention", "triton"): ("repeat", "layouts", "cases"),  # of its cases, some below
-    ("attention", "naive"): ("repeat", "offsets", "empty"),
+    ("attention", "naive"): ("repeat", "offsets", "empty", "features"),
 }
 
 
