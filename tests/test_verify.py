@@ -538,11 +538,14 @@ def test_the_interpreter_repeats_less_to_the_same_effect() -> None:
     script = (
         "from contextlib import nullcontext\n"
         "import triton.language as tl\n"
+        "from triton.language.semantic import TritonSemantic\n"
         "from triton.runtime import interpreter\n"
         "from tilewright.ops import registry\n"
         "from tilewright.verify import CHECKS, Context\n"
         "from tilewright.verify.interpreter import without_repetition\n"
         "places = [(interpreter, '_patch_lang'), (interpreter, 'GridExecutor'),\n"
+        "          (TritonSemantic, 'binary_op_sanitize_overflow_impl'),\n"
+        "          (TritonSemantic, 'broadcast_impl_value'),\n"
         "          (interpreter, '_get_np_dtype'), (tl.block_type, '__init__'),\n"
         "          (tl.tensor, '__init__')]\n"
         "calls = dict.fromkeys(places, 0)\n"
@@ -567,12 +570,15 @@ def test_the_interpreter_repeats_less_to_the_same_effect() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     runs = [ast.literal_eval(line) for line in done.stdout.splitlines()]
     assert len(runs) == 3, done.stderr[-1000:]
-    (first, launches, *types, results), (again, _, *many, as_ever), (last, *_, once_more) = runs
+    (first, launches, overflows, fits, *types, results), unaided, (last, *_, once_more) = runs
+    again, _, all_overflows, all_fits, *many, as_ever = unaided
     # Triton never takes back what a helper of its own library replaced: nothing is left to replace
     assert launches == last <= first <= launches + 1
     assert again > 3 * launches
     for once, often in zip(types, many, strict=True):  # NumPy's, those of blocks, of values
         assert often > 100 * once > 0
+    assert (overflows, all_overflows > 0) == (0, True)
+    assert 0 < 2 * fits < all_fits
     assert results == as_ever == once_more
     assert len(results) == 8
 
