@@ -628,3 +628,12 @@ def test_small_tensors_may_lie_loosely(tmp_path: Path) -> None:
     command = [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("on", "serves"), [("h100", "triton"), ("rtx4090", "torch")])
+def test_the_gradient_of_the_widest_heads_needs_large_blocks(on: str, serves: str) -> None:
+    q = torch.empty(1, 2, 8, 512, device="meta", requires_grad=True)
+    told = str(tilewright.explain("attention", q, q, q, gpu=on))
+    assert told.startswith("attention on") and "triton (automatic)" in told
+    assert f"backward: {serves}" in told
+    assert ("need 129 KB of shared memory" in told) == (serves == "torch")

@@ -6,8 +6,9 @@ up to its registered op, where `library` hands the call over instead of running 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -33,6 +34,7 @@ class Explanation:
     bytes_moved: int = 0
     floor_us: float | None = None  # bytes over the datasheet's bandwidth; None where unknown
     backward: str | None = None
+    backward_refused: dict[str, str] = field(default_factory=dict)  # of backends before that one
 
     def __str__(self) -> str:
         where = f"on {self.gpu}" if self.gpu else "on the CPU"
@@ -47,6 +49,9 @@ class Explanation:
             )
         if self.backward:
             lines.append(f"  backward: {self.backward}")
+        if self.backward != self.backend:  # else the reasons are those above
+            refused = self.backward_refused.items()
+            lines += [f"    not {name}: {reason}" for name, reason in refused]
         return "\n".join(lines)
 
 
@@ -100,7 +105,7 @@ def explain_call(
         kernels=kernels(choice, args),
         bytes_moved=moved,
         floor_us=moved / bandwidth * 1e6 if bandwidth else None,
-        backward=_backward(op, args, choice),
+        **_backward(op, args, choice),
     )
 
 
@@ -165,11 +170,14 @@ def kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
     return tuple(recording.kernel_name(r) for r in requests)
 
 
-def _backward(op: Op, args: Args, choice: dispatch.Choice) -> str | None:
+def _backward(op: Op, args: Args, choice: dispatch.Choice) -> dict[str, Any]:
     if op.autograd is None:
-        return None
+        return {}
     backward, call = op.in_phase(args, "backward")
     twin = backward.backend(choice.backend.name) if choice.asked_by != "automatic" else None
     wanted = twin.name if twin else None
     found = dispatch.choose(backward, call, backend=wanted, gpu=choice.gpu)
-    return found.backend.name
+    before = itertools.takewhile(lambda b: b is not found.backend, backward.backends)
+    earlier = {b.name for b in before}
+    refused = {name: reason for name, reason in found.refused if name in earlier}
+    return {"backward": found.backend.name, "backward_refused": refused}

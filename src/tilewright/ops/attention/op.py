@@ -496,7 +496,10 @@ CASES = (
     *(*_by_model(), *_sweep(), *_sparse()),
 )
 # One case of each kind of binary: all would be thousands, flags apart that share a launch choice.
-COMPILED = ("kv-heads-2", "tokens-16", "head-256", "bshd-everything", "D128 T8192 causal")
+COMPILED = (
+    *("kv-heads-2", "tokens-16", "head-256", "head-512", "bshd-everything"),
+    "D128 T8192 causal",
+)
 
 
 def _called(backend: Any, *args: Any) -> Any:

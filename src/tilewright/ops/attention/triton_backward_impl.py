@@ -1,6 +1,7 @@
 """The backward on the host: tiles, workspaces, and which of the kernels a call needs.
 
-Limits: those of the forward.
+Limits: those of the forward; and float32 heads of more than 256 elements need blocks of 129 KB of
+shared memory, which SM 86, 89 and 120 do not have.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ FLOATS = {
     512: Plan(TINY, TINY, TINY),
 }
 ROOM = 200 * 1024  # bytes of shared memory that the large tiles need
+ROOM_OF_FLOATS = 129 * 1024  # that FLOATS[512] needs
 SUMMARY_ELEMENTS = 4096  # of a tile of O
 MUCH = 2**24  # scores: below, encoding descriptors on the host takes longer than they save
 
@@ -89,6 +91,11 @@ def launch(columns: int, dtype: torch.dtype, tma: bool, gpu: Gpu) -> Plan:
 def refuses(
     gpu: Gpu, grad: Any, grad_lse: Any, q: torch.Tensor, k: Any, v: torch.Tensor, *_: Any
 ) -> str | None:
+    dim = max(q.shape[-1], v.shape[-1])
+    if q.dtype == torch.float32 and dim > 256 and gpu.shared_per_block < ROOM_OF_FLOATS:
+        needs = f"need {ROOM_OF_FLOATS >> 10} KB of shared memory"
+        has = f"a block of SM {gpu.sm} has {gpu.shared_per_block >> 10}"
+        return f"float32 heads of {dim} elements {needs}; {has}"
     return attention_call.refuses(q, v)
 
 
