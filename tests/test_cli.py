@@ -19,18 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+import apart
 from tilewright import dispatch, doctor, gpu
 from tilewright.ops import registry
 
-SOURCE = Path(__file__).parents[1] / "src"
 
-
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TILEWRIGHT")}
-    environment.pop("TRITON_INTERPRET", None)
-    environment |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "tilewright", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def run(*words: str, **more: Any) -> apart.Done:
+    return apart.run(list(words), **more)
 
 
 def strict_json(text: str) -> Any:
@@ -113,13 +108,13 @@ def test_verify_prints_json_only() -> None:
 
 def test_verify_says_what_failed_in_whole_lines(tmp_path: Path) -> None:
     """Exit code 1, JSON that any parser reads, and a command on one line to copy."""
-    package = shutil.copytree(SOURCE / "tilewright", tmp_path / "tilewright")
-    path = Path(package) / "ops/relu/triton_impl.py"
+    package = Path(shutil.copytree(apart.PACKAGE, tmp_path / "tilewright"))
+    path = package / "ops/relu/triton_impl.py"
     right, wrong = "y = tl.where(x <= 0.0, 0.0, x)", "y = tl.where(x <= 0.0, 0.0, x + 1.0)"
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, wrong))
     words = ("relu", "--device", "cpu", "--only", "random", "--cases", "3", "--json", "-")
-    done = run("verify", *words, PYTHONPATH=str(tmp_path))
+    done = run("verify", *words, package=package)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     report = strict_json(done.stdout)
@@ -127,20 +122,20 @@ def test_verify_says_what_failed_in_whole_lines(tmp_path: Path) -> None:
     repro = "tilewright verify relu --device cpu --only random --backend triton --seed 0 --cases 1"
     assert repro in [line.strip() for line in done.stderr.splitlines()]
     # the command that it prints finds the same failure again
-    again = run(*repro.split()[1:], "--json", "-", PYTHONPATH=str(tmp_path))
+    again = run(*repro.split()[1:], "--json", "-", package=package)
     assert again.returncode == 1
     first = [f["line"] for f in report["failures"] if f["seed"] == 0]
     assert [f["line"] for f in strict_json(again.stdout)["failures"]] == first
 
 
 def test_a_check_that_raises_is_a_failure_not_a_traceback(tmp_path: Path) -> None:
-    package = shutil.copytree(SOURCE / "tilewright", tmp_path / "tilewright")
-    path = Path(package) / "ops/relu/triton_impl.py"
+    package = Path(shutil.copytree(apart.PACKAGE, tmp_path / "tilewright"))
+    path = package / "ops/relu/triton_impl.py"
     right = "    strides = _result_strides(input)\n    new_y"
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, f"    raise MemoryError\n{right}"))
     words = ("--only", "nan", "--only", "repeat", "--only", "empty", "--json", "-")
-    done = run("verify", "relu", "--device", "cpu", *words, PYTHONPATH=str(tmp_path))
+    done = run("verify", "relu", "--device", "cpu", *words, package=package)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     failed = {f["check"] for f in strict_json(done.stdout)["failures"]}
@@ -221,7 +216,10 @@ def test_words_that_are_no_command(words: str) -> None:
 
 def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
-    done = run("list", PYTHONPATH=f"{tmp_path}{os.pathsep}{SOURCE}")
+    path = f"{tmp_path}{os.pathsep}{apart.PACKAGE.parent}"
+    command = [sys.executable, "-m", "tilewright", "list"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert 'pip install "tilewright[cli]"' in done.stderr
     assert "Traceback" not in done.stderr

@@ -15,7 +15,6 @@ from tilewright.ops import registry
 from tilewright.verify import Context
 from tilewright.verify.checks import edge_cases
 
-SOURCE = Path(__file__).parents[1] / "src" / "tilewright"
 # Of the same commands on the kernels as they are, test_verify runs every one, with these seeds and
 # more; a copy must pass one of each op, or a bug might be "caught" by the copying.
 SETS = {bug.checks.op: bug.checks for bug in PLANTED if bug.checks.only == ("random",)}
@@ -23,17 +22,17 @@ SETS = {bug.checks.op: bug.checks for bug in PLANTED if bug.checks.only == ("ran
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    leave = shutil.ignore_patterns("__pycache__")
-    return Path(shutil.copytree(SOURCE, tmp_path / "tilewright", ignore=leave))
+    # with its __pycache__, which knows by a file's time that it is of another text
+    return Path(shutil.copytree(apart.PACKAGE, tmp_path / "tilewright"))
 
 
 def verify(package: Path, checks: Checks) -> tuple[int | None, dict[str, Any]]:
     """The exit code and the report; no report means that verify itself fell over."""
     report = package.parent / "report.json"
     words = ["verify", *checks.words, "--device", "cpu", "--fail-fast", "--json", str(report)]
-    code, said = apart.run(package, words, seconds=500)
-    assert report.exists(), (code, said[-2000:])
-    return code, json.loads(report.read_text())
+    done = apart.run(words, package=package)
+    assert report.exists(), (done.returncode, done.stderr[-2000:])
+    return done.returncode, json.loads(report.read_text())
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
