@@ -64,7 +64,7 @@ def edge(op: str, case: str) -> Checks:
     return Checks(op, ("cases",), case=case)
 
 
-# Random cases that test_verify runs of the kernels as they are; .ci/run takes 500. One of attention
+# Random cases that test_verify runs of the kernels as they are; .ci/run takes 250. One of attention
 # takes the interpreter ten times as long as a norm's, and its options meet in `features`.
 RANDOM = {"attention": 15}
 RANDOM_ELSE, FEATURES = 40, 40

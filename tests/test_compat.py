@@ -236,6 +236,33 @@ def test_it_compiles_without_a_break() -> None:
             ("flash_attention_bhsd", "v", "(2, 4, 5, 16)", "6 tokens", "k"),
         ),
         (lambda: tilewright.flash_attention_bhsd(Q, None, V), DTypeError, ("k", "NoneType")),
+        (
+            lambda: tilewright.flash_attention_bhsd(Q, K[:, :3], V[:, :3]),
+            InputError,
+            ("flash_attention_bhsd", "k", "(2, 3, 6, 16)", "divide q's 4"),
+        ),
+        (
+            lambda: tilewright.flash_attention_bhsd(Q, K, V[:, :2]),
+            InputError,
+            ("flash_attention_bhsd", "v", "(2, 2, 6, 16)", "4 heads of k"),
+        ),
+        (
+            lambda: tilewright.flash_attention_bhsd(Q, K.repeat(2, 1, 1, 1), V),
+            InputError,
+            ("flash_attention_bhsd", "k", "(4, 4, 6, 16)", "batch of 2"),
+        ),
+        (
+            lambda: tilewright.flash_attention_bhsd(Q, K, V, torch.ones(6, 6)),
+            DTypeError,
+            ("flash_attention_bhsd", "is_causal", "True or False"),
+        ),
+        (lambda: compat.rmsnorm_triton(X, None), DTypeError, ("rmsnorm_triton", "weight", "None")),
+        (lambda: compat.rope_triton(X[0], X, X), InputError, ("rope_triton", "x", "four dims")),
+        (
+            lambda: compat.fp16_matmul(HALVES[0], HALVES[0]),
+            InputError,
+            ("fp16_matmul", "b", "has shape", "as many as a has columns"),
+        ),
     ],
 )
 def test_mistakes_are_named(call: Any, raises: type[Exception], says: tuple[str, ...]) -> None:

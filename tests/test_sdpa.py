@@ -386,6 +386,19 @@ def test_compiles_without_a_break(mask: Shape | None) -> None:
         torch.testing.assert_close(got, wanted)
 
 
+def test_a_mask_of_known_size_fits_tokens_of_any_number() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x, mask: ours(x, x, x, mask), fullgraph=True, backend="aot_eager"
+    )
+    for tokens in (9, 10):  # the second makes their number a symbol
+        compiled(torch.randn(2, 4, tokens, 16), None)
+    x, mask = torch.randn(2, 4, 12, 16), torch.ones(12, 12).tril().bool()
+    torch.testing.assert_close(compiled(x, mask), torchs(x, x, x, mask))
+    with pytest.raises(Exception, match="attn_mask.*has shape"):
+        compiled(x, mask[:, :11])
+
+
 def test_compiles_with_dropout_and_autocast() -> None:
     torch.compiler.reset()
     tensors = three((3,))

@@ -6,6 +6,7 @@ for sequences packed one after another, whose borders are in cu_seqlens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -121,6 +122,8 @@ def check(
     option("precision", precision, PRECISIONS)
     checks.number("attention", "scale", scale)
     checks.number("attention", "softcap", softcap, at_least=0.0)
+    if softcap == math.inf:
+        raise wrong("softcap", "is inf", "be finite", "Pass 0.0 for none.")
     _check_heads(q, k, v, layout)
     sequences = _check_lengths(q, cu_seqlens_q, cu_seqlens_k, seq_lens_k, layout)
     heads = q.shape[HEADS[layout]]
@@ -237,9 +240,9 @@ def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
 
 def check_values(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    seq_lens_k: Tensor | None, layout: str, max_q: int, max_k: int,
+    seq_lens_k: Tensor | None, layout: str, max_q: int, max_k: int, *, spare: bool = False,
 ) -> None:  # fmt: skip
-    """What stands in the index tensors; the host waits for it."""
+    """What stands in the index tensors; the host waits for it. `spare`: tokens may follow."""
     tokens = TOKENS[layout]
     packed = (("q", cu_seqlens_q, q, max_q), ("k", cu_seqlens_k, k, max_k))
     for letter, values, x, most in packed:
@@ -247,8 +250,10 @@ def check_values(
             continue
         name, found = f"cu_seqlens_{letter}", torch.as_tensor(values).tolist()
         lengths = [end - start for start, end in pairwise(found)]
-        if found[0] != 0 or found[-1] != x.shape[tokens]:
-            wants = f"run from 0 to the {x.shape[tokens]} tokens of {letter}"
+        all_tokens = x.shape[tokens]
+        ends = found[-1] == all_tokens or (spare and found[-1] < all_tokens)
+        if found[0] != 0 or not ends:
+            wants = f"run from 0 to the {all_tokens} tokens of {letter}"
             fix = "Pass cumulative sums of the lengths."
             raise wrong(name, f"runs from {found[0]} to {found[-1]}", wants, fix)
         if min(lengths, default=0) < 0:

@@ -61,6 +61,12 @@ def number(op: str, name: str, value: Any, *, at_least: float | None = None) -> 
         raise InputError(sentence(op, name, f"is {value}", wants, "Check its sign."))
 
 
+def flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        got = f"is {value!r}, a {type(value).__name__}"
+        raise DTypeError(sentence(op, name, got, "be True or False", "Pass a bool."))
+
+
 def index(op: str, name: str, value: Any, fix: str) -> int:
     """A whole number of any type that Python takes as an index, as an int."""
     if isinstance(value, torch.SymInt):

@@ -31,6 +31,7 @@ cuda-kernels has a `swiglu_triton` too, with the gate first: that one is `tilewr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -90,17 +91,37 @@ def flash_attention_bhsd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fals
     tensor([[[[1.],
               [2.]]]])
     """
+    checks.tensor(BHSD, "q", q)
+    q, k, v = sdpa.as_autocast_says(q, k, v)
     sdpa.check(BHSD, q, k, v, ("q", "k", "v"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             got, wants = f"has shape {tuple(x.shape)}", "have four dims, (batch, heads, tokens, d)"
             raise InputError(sentence(BHSD, name, got, wants, "Reshape it."))
-    grouped = q.shape[1] != k.shape[1]
+    checks.flag(BHSD, "is_causal", is_causal)
+    _check_batch_and_heads(q, k, v)
+    grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - of sizes yet unknown too
+    attend: Callable[..., Tensor] = scaled_dot_product_attention
     if _is_torchs(q, v):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, enable_gqa=grouped
+        attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+
+def _check_batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What torch refuses too, but in words that name no argument."""
+
+    def wrong(name: str, x: Tensor, wants: str, dim: int) -> InputError:
+        return InputError(
+            sentence(BHSD, name, f"has shape {tuple(x.shape)}", wants, f"Check its dim {dim}.")
         )
-    return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != q.shape[0] and x.shape[0] != 1 and q.shape[0] != 1:
+            raise wrong(name, x, f"have q's batch of {q.shape[0]}, or 1", 0)
+    if v.shape[1] != k.shape[1]:
+        raise wrong("v", v, f"have the {k.shape[1]} heads of k, {tuple(k.shape)}", 1)
+    if q.shape[1] != k.shape[1] and (not k.shape[1] or q.shape[1] % k.shape[1]):
+        raise wrong("k", k, f"have heads that divide q's {q.shape[1]}, {tuple(q.shape)}", 1)
 
 
 def flash_attention_backend() -> str:
@@ -178,16 +199,19 @@ def row_softmax(x: Tensor) -> Tensor:
 
 def rmsnorm_triton(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """cuda-triton-multiarch's RMSNorm of rows; calls `rms_norm`."""
+    checks.tensor("rmsnorm_triton", "weight", weight)
     return rms_norm(x, weight.shape, weight, eps)  # type: ignore[no-any-return]
 
 
 def rmsnorm_pytorch(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """cuda-triton-multiarch's reference for rmsnorm_triton; calls `rms_norm` on torch."""
+    checks.tensor("rmsnorm_pytorch", "weight", weight)
     return rms_norm(x, weight.shape, weight, eps, backend="torch")  # type: ignore[no-any-return]
 
 
 def rms_norm_triton(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     """cuda-kernels' RMSNorm of rows; calls `rms_norm`."""
+    checks.tensor("rms_norm_triton", "w", w)
     return rms_norm(x, w.shape, w, eps)  # type: ignore[no-any-return]
 
 
@@ -208,6 +232,10 @@ def rope_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     `rope` turns q and k in one launch; this is one of them, beside a k without heads.
     """
+    checks.tensor("rope_triton", "x", x)
+    if x.dim() != 4:
+        got, wants = f"has shape {tuple(x.shape)}", "have four dims, (batch, heads, tokens, d)"
+        raise InputError(sentence("rope_triton", "x", got, wants, "Reshape it."))
     return rope(x, x[:, :0], cos, sin)[0]
 
 
@@ -230,4 +258,13 @@ def _matmul(op: str, *named: tuple[str, Tensor]) -> Tensor:
         if x.dtype != torch.float16:
             got = f"has dtype {str(x.dtype).removeprefix('torch.')}"
             raise DTypeError(sentence(op, name, got, "be float16", f"Convert it: {name}.half()."))
-    return torch.matmul(*(x for _, x in named))
+        if x.dim() < 2:
+            got = f"has shape {tuple(x.shape)}"
+            raise InputError(sentence(op, name, got, "have two dims or more", f"Use {name}[None]."))
+    (first, a), (second, b) = named
+    checks.same_device(op, second, b, first, a)
+    if a.shape[-1] != b.shape[-2]:
+        wants = f"have {a.shape[-1]} rows, as many as {first} has columns, {tuple(a.shape)}"
+        got, fix = f"has shape {tuple(b.shape)}", f"Check its dim -2, or pass {second}.mT."
+        raise InputError(sentence(op, second, got, wants, fix))
+    return torch.matmul(a, b)

@@ -56,15 +56,17 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         fix = "Put the triangle into the mask, or leave the mask out."
         raise InputError(sentence(SDPA, "attn_mask", "came with is_causal=True", "be None", fix))
+    if dropout_p.__class__ is not float or dropout_p != 0.0:
+        checks.number(SDPA, "dropout_p", dropout_p, at_least=0.0)
     if dropout_p != 0.0:
+        for name, x in zip(sdpa.NAMES, (query, key, value), strict=True):
+            checks.tensor(SDPA, name, x)
         _leave_dropout_to_torch(query, dropout_p, backend)
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     checks.tensor(SDPA, "query", query)
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        query, key, value, attn_mask = sdpa.under_autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = sdpa.as_autocast_says(query, key, value, attn_mask)
     query, key, value, bias, shape = sdpa.arrange(SDPA, query, key, value, attn_mask, enable_gqa)
     output: torch.Tensor = attention(
         query,
@@ -80,8 +82,6 @@ def scaled_dot_product_attention(
 
 
 def _leave_dropout_to_torch(query: torch.Tensor, dropout_p: float, backend: str | None) -> None:
-    checks.tensor(SDPA, "query", query)
-    checks.number(SDPA, "dropout_p", dropout_p, at_least=0.0)
     if dropout_p > 1:
         got, fix = f"is {dropout_p}", "Pass a probability."
         raise InputError(sentence(SDPA, "dropout_p", got, "be 1 or less", fix))

@@ -89,9 +89,11 @@ def check(
         raise InputError(sentence(op, names[2], _shape(value), wants, "Check its dim -2."))
 
 
-def under_autocast(*tensors: Any) -> tuple[Any, ...]:
+def as_autocast_says(*tensors: Any) -> tuple[Any, ...]:
     """Cast as autocast does for torch's function: all but float64 and booleans, to one dtype."""
     device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
     dtype = torch.get_autocast_dtype(device)
 
     def cast(x: Any) -> Any:
@@ -150,7 +152,8 @@ def _check_mask(op: str, mask: Tensor, query: Tensor, scores: Shape) -> None:
         raise DTypeError(sentence(op, "attn_mask", got, wants, "Convert it: attn_mask.bool()."))
     behind = scores[max(len(scores) - mask.dim(), 0) :]
     fits = mask.dim() <= len(scores)
-    if not fits or any(n not in (1, m) for n, m in zip(mask.shape, behind, strict=True)):
+    # `in` is no question that a compiler answers for a size it does not know
+    if not fits or any(n != 1 and n != m for n, m in zip(mask.shape, behind, strict=True)):
         wants = f"broadcast to the scores, {scores}"
         fix = "Each dim is the scores' or 1, counted from the last."
         raise InputError(sentence(op, "attn_mask", _shape(mask), wants, fix))

@@ -50,7 +50,7 @@ class Call:
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
-        return self.q.heads // self.k.heads
+        return self.q.heads // max(self.k.heads, 1)
 
     @property
     def bottom_right(self) -> int:

@@ -38,8 +38,8 @@ class Heads:
 
 
 def heads_of(shape: Sequence[int], strides: Sequence[int], layout: str) -> Heads | None:
-    """None: the elements of a head do not lie side by side."""
-    if shape[-1] > 1 and strides[-1] != 1:
+    """None: the elements of a head do not lie side by side, which those of no head do."""
+    if shape[-1] > 1 and strides[-1] != 1 and 0 not in shape:
         return None
 
     def dim(place: int | None) -> tuple[int, int]:

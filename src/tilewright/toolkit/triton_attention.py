@@ -106,31 +106,29 @@ def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def tanh(x, EXACT: tl.constexpr):
+def tanh(x):
     """1 - 2 / (exp(2x) + 1): the exponential may overflow, the quotient is then 0.
 
-    Near 0 that is right to 2^-24 and no more, which is nothing to halves; EXACT takes Cephes'
-    polynomial there.
+    Near 0 that is right to 2^-24 and no more, which a large cap multiplies: Cephes' polynomial is
+    taken there.
     """
     far = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2_E)) + 1.0)
-    if EXACT:
-        z = x * x
-        near = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
-        near = ((near + 1.33314422036e-1) * z - 3.33332819422e-1) * z * x + x
-        far = tl.where(z < 0.39, near, far)
-    return far
+    z = x * x
+    near = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+    near = ((near + 1.33314422036e-1) * z - 3.33332819422e-1) * z * x + x
+    return tl.where(z < 0.39, near, far)
 
 
 @triton.jit
 def logits(
     s, i, j, off, scale, softcap, slope, bias_ptr, bias_i, bias_j, rows, keys,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """(logits, the part of the slope that softcap leaves) of raw products."""
     s *= scale
     kept = 1.0
     if SOFTCAP:
-        capped = tanh(s / softcap, EXACT)
+        capped = tanh(s / softcap)
         s = capped * softcap
         kept = 1.0 - capped * capped
     if ALIBI:

@@ -36,6 +36,12 @@ STRIDES += ["lse_b", "lse_h", "alibi_b", "bias_b", "bias_h", "bias_i", "bias_j"]
 STRIDES += ["row_b", "row_h", "half", "dlse_b", "dlse_h", "dlse_t"]
 
 
+@triton.jit
+def _stretch(first_row, number, cu_q_ptr):
+    """Where a sequence's summaries start in its head's line: packed ones at whole 16 bytes too."""
+    return 0 if cu_q_ptr is None else (first_row // 4 + number) * 4
+
+
 @triton.jit(do_not_specialize=SIZES + STRIDES)
 def _summaries(
     summary_ptr, part_ptr, out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, sinks_ptr, cu_q_ptr,
@@ -65,9 +71,10 @@ def _summaries(
     at = batch * lse_b + far * lse_h + row
     lse = tl.load(lse_ptr + at, mask=inside, other=MINUS_INF)
     lse = tl.where(lse == MINUS_INF, float("inf"), lse) * LOG2_E
-    to = batch * row_b + far * row_h + row
-    tl.store(summary_ptr + to, lse, mask=inside)
-    tl.store(summary_ptr + half + to, delta, mask=inside)
+    to = batch * row_b + far * row_h + _stretch(first_row, number, cu_q_ptr) + i
+    filled = i < tl.cdiv(rows, 4) * 4  # TMA reads whole 16 bytes: with 0 the rest adds nothing
+    tl.store(summary_ptr + to, lse, mask=filled)
+    tl.store(summary_ptr + half + to, delta, mask=filled)
     if sinks_ptr is not None:
         weight = tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E - lse)
         part = tl.cast(number, tl.int64) * blocks + block
@@ -90,7 +97,6 @@ def _weights(
     s, lse, i, j, cut, inside, off, rows, keys, left, right, scale, softcap, slope,
     bias_ptr, bias_i, bias_j,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    EXACT: tl.constexpr,
 ):  # fmt: skip
     """(P, what softcap leaves of the slope) from raw products.
 
@@ -104,7 +110,7 @@ def _weights(
     else:
         s, kept = logits(
             s, i, j, off, scale, softcap, slope, bias_ptr, bias_i, bias_j, rows, keys,
-            SOFTCAP, ALIBI, EXACT,
+            SOFTCAP, ALIBI,
         )  # fmt: skip
         p = tl.exp2(s * LOG2_E - lse)
     if cut:
@@ -114,9 +120,9 @@ def _weights(
 
 @triton.jit
 def _walk_rows(
-    dk, dv, k, v, q_ptr, grad_ptr, summary_ptr, at, half, begin, all_begin, all_end, end, j, batch,
-    head, origin, rows, keys, off, left, right, q_t, do_t, dim, value_dim, scale, softcap, slope,
-    bias_ptr, bias_i, bias_j,
+    dk, dv, k, v, q_ptr, grad_ptr, summary_ptr, at, half, stretch, begin, all_begin, all_end, end,
+    j, batch, head, origin, rows, keys, off, left, right, q_t, do_t, dim, value_dim, scale, softcap,
+    slope, bias_ptr, bias_i, bias_j,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VEC: tl.constexpr,
     TMA: tl.constexpr, PADDED: tl.constexpr, TAIL: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
@@ -139,18 +145,19 @@ def _walk_rows(
         if TAIL:
             q = tl.where((i < rows)[:, None], q, 0.0)
             grad = tl.where((i < rows)[:, None], grad, 0.0)
-        first = origin + start if TMA else start
+        first = stretch + start
         lse = _load_summary(summary_ptr, at, first, rows, ROWS, TMA)[None, :]
         s = dot(k, tl.trans(q), None, PRECISION, WIDE)
         cut = (start < all_begin) | (start >= all_end)
         p, kept = _weights(
             s, lse, i[None, :], j[:, None], cut, (i < rows)[None, :], off, rows, keys, left, right,
             scale, softcap, slope, bias_ptr, bias_i, bias_j, LEFT, RIGHT, SOFTCAP, ALIBI,
-            q.dtype == tl.float32,
         )  # fmt: skip
         dv = dot(p.to(grad.dtype), grad, dv, PRECISION, WIDE)
         dp = dot(v, tl.trans(grad), None, PRECISION, WIDE)
         delta = _load_summary(summary_ptr, at + half, first, rows, ROWS, TMA)[None, :]
+        if TAIL:
+            delta = tl.where((i < rows)[None, :], delta, 0.0)
         ds = p * (dp - delta) * kept
         dk = dot(ds.to(q.dtype), q, dk, PRECISION, WIDE)
     return dk, dv
@@ -203,13 +210,15 @@ def _grad_keys(
     )
     whole_end = tl.minimum(end, rows // ROWS * ROWS) if PACKED and TMA else end
 
+    start_of_summaries = _stretch(first_row, number, cu_q_ptr)
     for member in range(group):
         head = key_head * group + member
         query_head = tl.cast(head, tl.int64)
         if TMA:
             head_q, head_grad, line = q_ptr, grad_ptr, batch * (heads * group) + head
+            stretch = start_of_summaries
         else:
-            line = far * row_b + query_head * row_h + q_row
+            line, stretch = far * row_b + query_head * row_h + start_of_summaries, 0
             head_q = q_ptr + (far * q_b + q_row * q_t + query_head * q_h) * VEC
             head_grad = grad_ptr + (far * do_b + q_row * do_t + query_head * do_h) * VEC
         head_bias = bias_ptr
@@ -219,14 +228,14 @@ def _grad_keys(
         if ALIBI:
             slope = tl.load(alibi_ptr + number * alibi_b + head)
         dk, dv = _walk_rows(
-            dk, dv, k, v, head_q, head_grad, summary_ptr, line, half, begin, all_begin, all_end,
-            whole_end, j, batch, head, first_row, rows, seen_keys, off, left, right, q_t, do_t,
-            dim, value_dim, scale, softcap, slope, head_bias, bias_i, bias_j, ROWS, COLUMNS,
+            dk, dv, k, v, head_q, head_grad, summary_ptr, line, half, stretch, begin, all_begin,
+            all_end, whole_end, j, batch, head, first_row, rows, seen_keys, off, left, right, q_t,
+            do_t, dim, value_dim, scale, softcap, slope, head_bias, bias_i, bias_j, ROWS, COLUMNS,
             VALUE_COLUMNS, VEC, TMA, PADDED, False, LEFT, RIGHT, SOFTCAP, ALIBI, PRECISION, WIDE,
         )  # fmt: skip
         if PACKED and TMA:
             dk, dv = _walk_rows(
-                dk, dv, k, v, head_q, head_grad, summary_ptr, line, half,
+                dk, dv, k, v, head_q, head_grad, summary_ptr, line, half, stretch,
                 tl.maximum(whole_end, begin), end, end, end, j, batch, head, first_row, rows,
                 seen_keys, off, left, right, q_t, do_t, dim, value_dim, scale, softcap, slope,
                 head_bias, bias_i, bias_j, ROWS, COLUMNS, VALUE_COLUMNS, VEC, TMA, PADDED, True,
@@ -274,7 +283,6 @@ def _walk_keys(
         p, kept = _weights(
             s, lse, i[:, None], j[None, :], cut, (j < keys)[None, :], off, rows, keys, left, right,
             scale, softcap, slope, bias_ptr, bias_i, bias_j, LEFT, RIGHT, SOFTCAP, ALIBI,
-            q.dtype == tl.float32,
         )  # fmt: skip
         ds = p * (dp - delta) * kept
         dq = dot(ds.to(k.dtype), k, dq, PRECISION, WIDE)
@@ -317,7 +325,7 @@ def _grad_queries(
         grad_ptr, first, rows, do_t, value_dim, 0, 0, 0,
         ROWS, VALUE_COLUMNS, VEC, False, PADDED,
     )  # fmt: skip
-    at = far * row_b + wide_head * row_h + q_row
+    at = far * row_b + wide_head * row_h + _stretch(first_row, number, cu_q_ptr)
     lse = _load_summary(summary_ptr, at, first, rows, ROWS, False)[:, None]
     delta = _load_summary(summary_ptr, at + half, first, rows, ROWS, False)[:, None]
     if not TMA:
@@ -397,7 +405,7 @@ def _grad_bias(
         head_grad = grad_ptr + (far * do_b + q_row * do_t + wide_head * do_h) * VEC
         head_k = k_ptr + (far * k_b + k_row * k_t + key_head * k_h) * VEC
         head_v = v_ptr + (far * v_b + k_row * v_t + key_head * v_h) * VEC
-        at = far * row_b + wide_head * row_h + q_row
+        at = far * row_b + wide_head * row_h + _stretch(first_row, number, cu_q_ptr)
         head_bias = bias_ptr + tl.cast(number, tl.int64) * bias_b + wide_head * bias_h
         slope = 0.0
         if ALIBI:
@@ -430,7 +438,7 @@ def _grad_bias(
                 s, lse[:, None], i[:, None], j[None, :], True,
                 (i < its_rows)[:, None] & (j < its_keys)[None, :],
                 off, its_rows, its_keys, left, right, scale, softcap, slope, head_bias, bias_i,
-                bias_j, LEFT, RIGHT, SOFTCAP, ALIBI, q.dtype == tl.float32,
+                bias_j, LEFT, RIGHT, SOFTCAP, ALIBI,
             )  # fmt: skip
             total += p * (dp - delta[:, None])
 

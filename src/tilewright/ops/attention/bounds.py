@@ -42,7 +42,10 @@ class Errors:
 
     def _of_scores(self, call: Call, piece: Piece) -> Tensor:
         found = abs(call.scale) * self.product(self.queries, self.keys)
-        terms = torch.full_like(found, call.softcap)
+        terms = torch.zeros_like(found)
+        if call.softcap:  # what it leaves of the largest score
+            reach = _norms(self.queries) * _most(_norms(self.keys))[..., None, None]
+            terms = (abs(call.scale) * reach).clamp(max=call.softcap)
         if call.slopes is not None:
             slopes = piece.grouped(call.slopes[piece.number, piece.query_heads])
             terms = terms + slopes.abs().unsqueeze(-1) * sum(piece.sizes)

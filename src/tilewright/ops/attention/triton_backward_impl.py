@@ -123,8 +123,9 @@ class _Given:
 
     @property
     def line(self) -> int:
-        """Elements of a head's line of summaries: whole 16 bytes."""
-        return programs(self.call.q.tokens, 4) * 4
+        """Elements of a head's line of summaries: whole 16 bytes, of each packed sequence too."""
+        gaps = 0 if self.tensors["cu_seqlens_q"] is None else self.call.batches
+        return (programs(self.call.q.tokens, 4) + gaps) * 4
 
     @property
     def lines(self) -> int:
@@ -293,7 +294,7 @@ def prepare(
     summaries = _bind_summaries(g, outs, blocks) if rows else _no_kernel
     key_kernel = _bind_keys(g, dk, dv) if need_kv and keys else _no_kernel
     query_kernel = _bind_queries(g, dq) if need_q and rows else _no_kernel
-    bias_kernel = _bind_bias(g, bias) if need_bias and bias.numel() else _no_kernel
+    bias_kernel = _bind_bias(g, bias) if need_bias and bias.numel() and call.heads else _no_kernel
 
     def run(
         grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any,
@@ -311,7 +312,7 @@ def prepare(
             dq = new_q()
             query_kernel(dq, q, grad, k, v, *more)
         if need_bias:
-            dbias = new_bias()
+            dbias = new_bias() if call.heads else new_bias().zero_()
             bias_kernel(dbias, q, grad, k, v, *more)
         if need_sinks:
             dsinks = parts.sum(0).to(sinks.dtype)

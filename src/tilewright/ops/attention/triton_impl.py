@@ -89,6 +89,7 @@ FLOATS = {
     512: Launch(16, 16, 8, 1),
 }
 ROOM = 200 * 1024  # bytes of shared memory that the large tiles need
+SMALLEST = 2.0**-126  # a scale below it is 0 or turns scores round: they are masked after it
 MUCH = 2**26  # scores: below, encoding two descriptors on the host takes longer than they save
 
 
@@ -136,7 +137,7 @@ def _walk(
         if not PLAIN:
             s, _ = logits(
                 s, i[:, None], j[None, :], off, scale, softcap, slope, bias_ptr, bias_i, bias_j,
-                rows, keys, SOFTCAP, ALIBI, q.dtype == tl.float32,
+                rows, keys, SOFTCAP, ALIBI,
             )  # fmt: skip
         if (start < all_begin) | (start >= all_end):  # not all rows see all of these keys
             inside = (j < keys)[None, :]
@@ -279,7 +280,7 @@ def _bind(
             "VEC": vec, "ROWS": choice.rows, "KEYS": choice.keys, "COLUMNS": columns,
             "VALUE_COLUMNS": value_columns, "TMA": tma,
             "PADDED": columns != call.q.dim or value_columns != call.v.dim,
-            "FLIPPED": call.scale < 0, **call.flags,
+            "FLIPPED": call.scale < SMALLEST, **call.flags,
             "WIDE": is_interpreted(_attend) and call.dtype == torch.bfloat16,
         },
         aligned=vec > 1,  # what else there is, is loaded one by one
