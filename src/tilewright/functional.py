@@ -42,7 +42,8 @@ def scaled_dot_product_attention(
     dims in front, which broadcast. attn_mask broadcasts to the scores: booleans, True for what
     takes part, or numbers to add, which have a gradient. is_causal aligns to the top left, and
     excludes a mask, as torch's documentation says. enable_gqa lets heads of query share those of
-    key and value. A row that is masked whole gives 0. Under autocast all are cast to its dtype.
+    key and value, equally many of both. A row that is masked whole gives 0. Under autocast all are
+    cast to its dtype.
 
     Dropout goes to torch's own function, the kernels have none: with a `backend` other than torch
     it is refused, and `tilewright.explain` says so.
