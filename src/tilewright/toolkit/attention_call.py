@@ -13,12 +13,14 @@ import torch
 from tilewright.gpu import Gpu
 from tilewright.toolkit import memory
 from tilewright.toolkit.heads import Heads, heads_of, result_strides
-from tilewright.toolkit.launch import Described
+from tilewright.toolkit.launch import Described, programs
 from tilewright.toolkit.rows import VECTOR_BYTES
 
 NARROWEST, WIDEST = 32, 512  # columns of a tile; the widest head
 FARTHEST = 2**30  # a bound beyond it is none: tokens are numbered in 32 bits
+MOST_SEQUENCES = 1024  # packed ones that a program looks through for its own
 TOGETHER_BYTES = 16 * 2**20  # keys and values of the heads that run side by side: they stay in L2
+TOGETHER_BYTES_SKEWED = 64 * 2**20
 
 
 Prepare = Callable[..., Callable[..., Any]]
@@ -55,6 +57,11 @@ class Call:
     @property
     def bottom_right(self) -> int:
         return 0 if self.top_left else 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Several sequences share the tokens."""
+        return self.batches > self.q.batches
 
     @property
     def is_empty(self) -> bool:
@@ -138,11 +145,43 @@ def width(dim: int, vec: int) -> int:
     return max(1 << (dim - 1).bit_length(), NARROWEST if vec > 1 else 2 * NARROWEST)
 
 
-def together(call: Call, blocks: int) -> int:
-    """How many heads run side by side: see `triton_attention.place`."""
+@dataclass(frozen=True)
+class Places:
+    """How tiles and heads are dealt out to programs: what `triton_attention.place` asks for."""
+
+    blocks: int  # of a head of the longest sequence; skewed: of a head of all sequences
+    heads: int
+    total_heads: int
+    together: int
+    skewed: bool
+
+    @property
+    def programs(self) -> int:
+        return self.blocks * (self.heads if self.skewed else self.total_heads)
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return self.blocks, self.heads, self.total_heads, self.together
+
+
+def places(call: Call, held: Heads, longest: int, tile: int) -> Places:
+    """For programs that hold `tile` tokens of a head of `held`, whose longest sequence has so many.
+
+    Packed sequences of unequal lengths share their blocks out: else half the programs or more would
+    be started to find that their sequence is too short for them. Their heads run side by side as
+    far as L2 goes, so that long sequences of one head do not end up behind short ones of another.
+    """
+    blocks, total = programs(longest, tile), call.batches * held.heads
+    slots = held.tokens // tile + call.batches
+    skewed = (
+        call.is_packed and call.batches <= MOST_SEQUENCES and 2 * slots <= blocks * call.batches
+    )
     size = torch.empty((), dtype=call.dtype).element_size()
     per_head = max(call.keys * (call.k.dim + call.v.dim) * size // call.group, 1)
-    return max(min(TOGETHER_BYTES // per_head, call.heads), 1) if blocks > 1 else 1
+    room = TOGETHER_BYTES_SKEWED if skewed else TOGETHER_BYTES
+    side_by_side = room // per_head * held.heads // call.q.heads if blocks > 1 else 1
+    side_by_side = max(min(side_by_side, held.heads if skewed else total), 1)
+    return Places(slots if skewed else blocks, held.heads, total, side_by_side, skewed)
 
 
 def described(x: torch.Tensor, heads: Heads, rows: int, columns: int) -> Described:

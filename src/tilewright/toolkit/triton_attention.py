@@ -10,25 +10,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewright.toolkit import attention_call
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MINUS_INF = tl.constexpr(float("-inf"))
+MOST_SEQUENCES = tl.constexpr(attention_call.MOST_SEQUENCES)
 
 
 @triton.jit
-def place(blocks, head_count, total_heads, together):
+def place(
+    blocks, head_count, total_heads, together,
+    cu_ptr=None, TILE: tl.constexpr = 1, SKEWED: tl.constexpr = False,
+    LAST_FIRST: tl.constexpr = True,
+):  # fmt: skip
     """(block, head, batch) of a program: `together` heads side by side, last blocks first.
 
-    The last rows see most keys, so what takes longest starts first; heads that run side by side
-    leave their keys to one another in L2.
+    The last rows see most keys, so what takes longest starts first (of keys it is the first ones);
+    heads that run side by side leave their keys to one another in L2. SKEWED: `blocks` are those of
+    all packed sequences.
     """
     program = tl.program_id(0)
+    lines = head_count if SKEWED else total_heads
     group = program // (together * blocks)
     rest = program % (together * blocks)
-    size = tl.minimum(together, total_heads - group * together)
-    block = blocks - 1 - rest // size
-    number = group * together + rest % size
-    return block, number % head_count, number // head_count
+    size = tl.minimum(together, lines - group * together)
+    slot, line = rest // size, group * together + rest % size
+    if SKEWED:
+        block, batch = _skewed(slot, total_heads // head_count, cu_ptr, TILE, LAST_FIRST)
+        head = line
+    else:
+        block = blocks - 1 - slot if LAST_FIRST else slot
+        head, batch = line % head_count, line // head_count
+    return block, head, batch
+
+
+@triton.jit
+def _skewed(slot, sequences, cu_ptr, TILE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(block, sequence) of a slot, where sequence n has those from cu[n] // TILE + n on: enough for
+    its tiles and one too many at most, however long the longest of them is."""
+    n = tl.arange(0, MOST_SEQUENCES)
+    start = tl.load(cu_ptr + n, mask=n < sequences, other=0) // TILE + n
+    found = tl.sum(((n < sequences) & (start <= slot)).to(tl.int32), 0) - 1
+    if LAST_FIRST:
+        block = tl.load(cu_ptr + found + 1) // TILE + found - slot
+    else:
+        block = slot - (tl.load(cu_ptr + found) // TILE + found)
+    return block, found
 
 
 @triton.jit

@@ -174,12 +174,13 @@ def _grad_keys(
     VEC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
-    block, key_head, number = place(blocks, heads, total_heads, together)
-    block = blocks - 1 - block  # the first keys are seen by most rows
+    block, key_head, number = place(
+        blocks, heads, total_heads, together, cu_k_ptr, KEYS, SKEWED, LAST_FIRST=False
+    )
     first_row, first_key, rows, seen_keys, off = sequence(
         number, rows, keys, bottom_right, cu_q_ptr, cu_k_ptr, key_counts_ptr
     )
@@ -300,11 +301,11 @@ def _grad_queries(
     VEC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
-    block, head, number = place(blocks, heads, total_heads, together)
+    block, head, number = place(blocks, heads, total_heads, together, cu_q_ptr, ROWS, SKEWED)
     first_row, first_key, rows, keys, off = sequence(
         number, rows, keys, bottom_right, cu_q_ptr, cu_k_ptr, key_counts_ptr
     )

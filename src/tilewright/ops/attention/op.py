@@ -407,6 +407,10 @@ def _edges() -> Iterator[Case]:
     packed = {"shape": (70, 4, 64), "layout": "thd", "kv_heads": 2}
     yield Case("thd", packed)
     yield Case("thd-causal", {**packed, "lengths": (33, 0, 1, 36), "causal": True})
+    skewed = {**packed, "lengths": (0, 3, 2, 1, 0, 5, 150, 0, 2, 0), "causal": True}
+    skewed["shape"] = (163, 4, 64)
+    yield Case("thd-skewed", skewed)
+    yield Case("thd-skewed-everything", {**skewed, **EVERYTHING, "bias": "rows"})
     other = {**packed, "lengths": (33, 0, 1, 36), "key_lengths": (7, 5, 0, 64), "causal": True}
     yield Case("thd-other-keys", other)
     yield Case("thd-top-left", {**other, "top_left": True, "sinks": True})
@@ -461,6 +465,8 @@ def _with_much_work() -> Iterator[Case]:
     yield Case("much-seq-lens", {**many, "seq_lens": True, "causal": True})
     packed = {"shape": (4137, 8, 64), "layout": "thd", "lengths": (1021, 0, 1, 2099, 1016)}
     yield Case("much-thd", packed)
+    even = {**packed, "shape": (4137, 16, 64), "lengths": (1379, 1379, 1379)}
+    yield Case("much-thd-even", {**even, "causal": True})
     yield Case("much-thd-causal", {**packed, "causal": True, "kv_heads": 2, "sinks": True})
 
 
@@ -486,6 +492,10 @@ def _sweep() -> Iterator[Case]:
 
 
 def _sparse() -> Iterator[Case]:
+    """And the same tokens with all the work, whose rate is what sparse work is held to."""
+    for causal in (True, False):
+        dense = {"shape": (1, 16, TOKENS_IN_ALL, 128), "causal": causal}
+        yield Case(f"T16384 {'causal' if causal else 'full'}", dense, "sparse")
     windowed = {"shape": (1, 16, TOKENS_IN_ALL, 128), "causal": True, "window": (4095, 0)}
     yield Case("T16384 window 4096", windowed, "sparse")
     packed = {"shape": (TOKENS_IN_ALL, 16, 128), "layout": "thd", "lengths": SKEWED}
@@ -519,7 +529,7 @@ CASES = (
 # One case of each kind of binary: all would be thousands, flags apart that share a launch choice.
 COMPILED = (
     *("kv-heads-2", "tokens-16", "head-256", "head-512", "bshd-everything"),
-    "D128 T8192 causal",
+    *("D128 T8192 causal", "16 skewed lengths causal"),
 )
 
 

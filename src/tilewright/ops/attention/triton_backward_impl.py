@@ -28,8 +28,8 @@ from tilewright.toolkit.attention_call import (
     described,
     fits_tma,
     like,
+    places,
     tidy,
-    together,
     vector_width,
     width,
 )  # fmt: skip
@@ -180,7 +180,7 @@ def _bind_summaries(g: _Given, out: Heads, blocks: int) -> Callable[..., None]:
 
 def _bind_keys(g: _Given, dk: Heads, dv: Heads) -> Callable[..., None]:
     call, choice = g.call, g.plan.keys
-    blocks = programs(call.keys, choice.keys)
+    tiles = places(call, call.k, call.keys, choice.keys)
     q, grad, k, v = g.pick("q", "grad", "k", "v")
     summary: Any = torch.float32
     if g.tma:
@@ -188,19 +188,17 @@ def _bind_keys(g: _Given, dk: Heads, dv: Heads) -> Callable[..., None]:
         grad = described(grad, g.grad, choice.rows, g.columns[1])
         size = (2 * g.lines, g.line)
         summary = Described(torch.float32, size, (g.line, 1), (1, choice.rows))
-    total = call.batches * call.k.heads
     return bind(
         _grad_keys,
-        (blocks * total,),
+        (tiles.programs,),
         [call.dtype, call.dtype, q, grad, k, v, summary, *g.pick(*OPTIONS)],
         (
-            blocks, call.k.heads, total, max(together(call, blocks) // call.group, 1), call.group,
-            call.rows, call.keys, call.q.dim // g.vec, call.v.dim // g.vec, call.left, call.right,
-            call.bottom_right,
+            *tiles.arguments, call.group, call.rows, call.keys, call.q.dim // g.vec,
+            call.v.dim // g.vec, call.left, call.right, call.bottom_right,
             *g.strides(dk, dv, call.q, g.grad, call.k, call.v),
             *g.tail(g.lines if g.tma else g.lines * g.line),
         ),
-        g.constants(choice, TMA=g.tma),
+        g.constants(choice, TMA=g.tma, SKEWED=tiles.skewed),
         aligned=g.vec > 1,
         num_warps=choice.warps,
         num_stages=choice.stages,
@@ -209,22 +207,21 @@ def _bind_keys(g: _Given, dk: Heads, dv: Heads) -> Callable[..., None]:
 
 def _bind_queries(g: _Given, dq: Heads) -> Callable[..., None]:
     call, choice = g.call, g.plan.queries
-    blocks = programs(call.rows, choice.rows)
+    tiles = places(call, call.q, call.rows, choice.rows)
     q, grad, k, v = g.pick("q", "grad", "k", "v")
     if g.tma:
         k = described(k, call.k, choice.keys, g.columns[0])
         v = described(v, call.v, choice.keys, g.columns[1])
     return bind(
         _grad_queries,
-        (blocks * call.heads,),
+        (tiles.programs,),
         [call.dtype, q, grad, k, v, torch.float32, *g.pick(*OPTIONS)],
         (
-            blocks, call.q.heads, call.heads, together(call, blocks), call.group,
-            call.rows, call.keys, call.q.dim // g.vec, call.v.dim // g.vec, call.left, call.right,
-            call.bottom_right,
+            *tiles.arguments, call.group, call.rows, call.keys, call.q.dim // g.vec,
+            call.v.dim // g.vec, call.left, call.right, call.bottom_right,
             *g.strides(dq, call.q, g.grad, call.k, call.v), *g.tail(g.lines * g.line),
         ),
-        g.constants(choice, TMA=g.tma),
+        g.constants(choice, TMA=g.tma, SKEWED=tiles.skewed),
         aligned=g.vec > 1,
         num_warps=choice.warps,
         num_stages=choice.stages,

@@ -31,13 +31,13 @@ from tilewright.toolkit.attention_call import (
     fits_tma,
     like,
     lse_shape,
+    places,
     tidy,
-    together,
     vector_width,
     width,
 )  # fmt: skip
 from tilewright.toolkit.heads import Heads, tame
-from tilewright.toolkit.launch import bind, is_interpreted, programs
+from tilewright.toolkit.launch import bind, is_interpreted
 from tilewright.toolkit.triton_attention import (
     LN_2,
     LOG2_E,
@@ -63,11 +63,14 @@ class Launch:
 
 # By the width of a tile, the wider of q's and v's. Measured on an H200, 2026-11.
 BY_TMA = {
-    64: Launch(64, 64, 4, 3),
+    64: Launch(64, 128, 4, 2),
     128: Launch(64, 64, 4, 3),
     256: Launch(128, 64, 8, 2),
     512: Launch(64, 32, 8, 2),
 }
+# By TMA too, for sequences of few keys, and packed ones: their last tile takes registers.
+FEW = {64: Launch(64, 64, 4, 2)}
+FEW_KEYS = 1024
 BY_POINTERS = {
     64: Launch(64, 64, 4, 3),
     128: Launch(64, 64, 4, 3),
@@ -93,14 +96,16 @@ SMALLEST = 2.0**-126  # a scale below it is 0 or turns scores round: they are ma
 MUCH = 2**26  # scores: below, encoding two descriptors on the host takes longer than they save
 
 
-def launch(columns: int, dtype: torch.dtype, plain: bool, tma: bool, gpu: Gpu) -> Launch:
-    """For tiles of so many columns."""
+def launch(columns: int, few: bool, dtype: torch.dtype, plain: bool, tma: bool, gpu: Gpu) -> Launch:
+    """For tiles of so many columns; `few` keys are better taken in smaller steps."""
     narrow = max(columns, 64)
     if dtype == torch.float32:
         return FLOATS[narrow]
     if not plain or gpu.shared_per_block < ROOM:
         return SMALL[narrow]
-    return (BY_TMA if tma else BY_POINTERS)[narrow]
+    if not tma:
+        return BY_POINTERS[narrow]
+    return FEW.get(narrow, BY_TMA[narrow]) if few else BY_TMA[narrow]
 
 
 def refuses(gpu: Gpu, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> str | None:
@@ -128,7 +133,8 @@ def _walk(
     PLAIN: a score is a scaled product and nothing else; `peak` is then in units of log 2. TAIL:
     some of the keys are the next sequence's, which may be NaN.
     """
-    for start in tl.range(begin, end, KEYS):
+    STAGES: tl.constexpr = 1 if TAIL else None  # a tail is one tile
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         j = start + tl.arange(0, KEYS)
         k = load_tile(
             k_ptr, start, keys, k_t, dim, batch, head, origin, KEYS, COLUMNS, VEC, TMA, PADDED
@@ -177,14 +183,14 @@ def _attend(
     VEC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
     HALVES: tl.constexpr = q_ptr.dtype.element_ty != tl.float32  # float32 loses to a scaled peak
     PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or FLIPPED) and bias_ptr is None and HALVES
     UNIT: tl.constexpr = LN_2 if PLAIN else 1.0  # of `peak`, a natural logarithm
-    block, head, number = place(blocks, heads, total_heads, together)
+    block, head, number = place(blocks, heads, total_heads, together, cu_q_ptr, ROWS, SKEWED)
     first_row, first_key, rows, keys, off = sequence(
         number, rows, keys, bottom_right, cu_q_ptr, cu_k_ptr, key_counts_ptr
     )
@@ -238,7 +244,7 @@ def _attend(
         )  # fmt: skip
 
     nothing = total == 0.0  # no key was seen: the row is 0 and its LSE -inf
-    out = acc / tl.where(nothing, 1.0, total)[:, None]
+    out = acc * (1.0 / tl.where(nothing, 1.0, total))[:, None]
     lse = tl.where(nothing, MINUS_INF, peak * UNIT + tl.log2(total) * LN_2)
     inside = i < rows
     row = (first_row + i).to(tl.int64)
@@ -260,27 +266,28 @@ def _bind(
     tma = gpu.sm >= 90 and gpu.shared_per_block >= ROOM and call.work >= MUCH
     tma = tma and plain and vec > 1 and call.dtype != torch.float32
     tma = tma and fits_tma(call.k) and fits_tma(call.v)
-    choice = launch(max(columns, value_columns), call.dtype, plain, tma, gpu)
-    blocks = programs(call.rows, choice.rows)
+    few = call.keys <= FEW_KEYS or call.is_packed
+    choice = launch(max(columns, value_columns), few, call.dtype, plain, tma, gpu)
+    tiles = places(call, call.q, call.rows, choice.rows)
     if tma:
         k = described(k, call.k, choice.keys, columns)
         v = described(v, call.v, choice.keys, value_columns)
     strides = [stride // vec for each in heads for stride in each.strides]
     return bind(
         _attend,
-        (blocks * call.heads,),
+        (tiles.programs,),
         [call.dtype, torch.float32, q, k, v, *options],
         (
-            blocks, call.q.heads, call.heads, together(call, blocks), call.group, call.rows,
-            call.keys, call.q.dim // vec, call.v.dim // vec, call.left, call.right,
-            call.bottom_right, *strides, *call.lse_strides,
-            alibi_stride(alibi), *bias_strides(bias), call.scale, call.softcap or 1.0,
+            *tiles.arguments, call.group, call.rows, call.keys, call.q.dim // vec,
+            call.v.dim // vec, call.left, call.right, call.bottom_right, *strides,
+            *call.lse_strides, alibi_stride(alibi), *bias_strides(bias), call.scale,
+            call.softcap or 1.0,
         ),
         {
             "VEC": vec, "ROWS": choice.rows, "KEYS": choice.keys, "COLUMNS": columns,
             "VALUE_COLUMNS": value_columns, "TMA": tma,
             "PADDED": columns != call.q.dim or value_columns != call.v.dim,
-            "FLIPPED": call.scale < SMALLEST, **call.flags,
+            "FLIPPED": call.scale < SMALLEST, "SKEWED": tiles.skewed, **call.flags,
             "WIDE": is_interpreted(_attend) and call.dtype == torch.bfloat16,
         },
         aligned=vec > 1,  # what else there is, is loaded one by one
