@@ -733,6 +733,10 @@ PLANTED = (
         "start = tl.cast(first_key, tl.int64)", "start = tl.cast(first_key, tl.int64) * 0",
     ),
     Planted(
+        "a slot belongs to the sequence after its own", edge("attention", "thd-skewed"),
+        ATTENTION_TILES, "(start <= slot)", "(start <= slot + 1)",
+    ),
+    Planted(
         "every padded sequence is as long as the first", edge("attention", "seq-lens"),
         ATTENTION_TILES,
         "keys = tl.load(key_counts_ptr + batch)", "keys = tl.load(key_counts_ptr)",

@@ -25,9 +25,11 @@ from tilewright.dims import meta_inputs
 from tilewright.errors import InputError
 from tilewright.ops.attention import op, reference, triton_backward_impl, triton_impl
 from tilewright.spec import FLOATS
+from tilewright.toolkit import attention_call
 from tilewright.verify import checks, compare
 
 SOURCE = Path(__file__).parents[1] / "src"
+SLOTS = Path(__file__).parent / "slots.py"
 F_OURS = tilewright.functional.scaled_dot_product_attention
 Tensor = torch.Tensor
 SEEDS = range(48)
@@ -617,6 +619,27 @@ def test_three_times_torchs_error_above_what_float32_may_err() -> None:
     assert compare.like_torch(far, ones, torchs, 0.0, times=3, truncates=True).passed
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "compared"),
+    [(64, torch.float32, True), (63, torch.float32, False), (3, torch.float16, True)],
+)
+def test_verify_holds_results_to_twice_torchs_error(
+    tokens: int, dtype: torch.dtype, compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are errors enough: of few, torch's largest may be none at all."""
+    args = op.inputs({"shape": (1, 2, tokens, 32)}, dtype, "cpu", torch.Generator().manual_seed(0))
+    off = [1 + 64 * torch.finfo(dtype).eps, 1.0]
+
+    def call(op: Any, args: Any, backend: str) -> Any:
+        return tuple(x * by for x, by in zip(reference.attention(*args), off, strict=True))
+
+    monkeypatch.setattr(compare, "call", call)
+    monkeypatch.setattr(compare, "within", lambda *_, **__: compare.Verdict())
+    verdict, _ = compare.forward(op.OP, args, "torch", interpreted=False)
+    assert not verdict.message
+    assert verdict.passed != compared
+
+
 @pytest.mark.parametrize("wrong", [1.0, 1.02], ids=["right", "wrong"])
 def test_verify_holds_gradients_to_it(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient of q that is 2 % off: far within what a tolerance of bfloat16 allows."""
@@ -768,3 +791,34 @@ def test_the_cases_with_much_work_reach_tma() -> None:
         heads = q.shape[attending.HEADS[case.dims.get("layout", "bhsd")]]
         assert batch * heads * max_q * max_k >= triton_impl.MUCH > triton_backward_impl.MUCH
         assert max_q % 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "blocks", "programs"),
+    [
+        ((6000, 3000, 900, 100), 6000, 156 + 4, (156 + 4) * 8),  # 156 whole tiles of 64 in all
+        ((2500, 2500, 2500, 2500), 2500, 40, 40 * 4 * 8),
+        ((10_000,), 10_000, 157, 157 * 8),
+        ((1,) * 1025 + (8975,), 8975, 141, 141 * 1026 * 8),  # more than are looked through
+    ],
+)
+def test_only_packed_sequences_of_unequal_lengths_share_their_blocks(
+    lengths: tuple[int, ...], longest: int, blocks: int, programs: int
+) -> None:
+    tensors = [torch.empty(sum(lengths), 8, 64, dtype=torch.half, device="meta")] * 3
+    ends = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+    numbers = (0.125, -1, 0, False, 0.0, longest, longest, "ieee")
+    call = attention_call.describe(tensors, ends, "thd", *numbers)
+    found = attention_call.places(call, call.q, call.rows, 64)
+    assert (found.blocks, found.programs) == (blocks, programs)
+    assert found.skewed == (blocks == 160)
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_each_tile_of_packed_sequences_has_one_slot(last_first: bool) -> None:
+    """In the interpreter, of lengths around a tile's; what else a slot finds lies beyond its
+    sequence."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(SLOTS), str(last_first)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
