@@ -615,6 +615,33 @@ def test_touch_can_begin_with_the_smallest(smallest: bool, monkeypatch: pytest.M
     assert (sizes == sorted(sizes)) is smallest
 
 
+def test_the_parts_of_a_touch_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[Any] = []
+
+    def noted(_: Context, dims: Any, dtype: Any, seed: int) -> tuple[torch.Tensor]:
+        shapes.append((str(dims), dtype))
+        return (torch.empty(2, 8),)
+
+    monkeypatch.setattr(Context, "inputs", noted)
+    monkeypatch.setattr(Context, "serves", lambda *_: False)  # nothing is run
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert touch.main(["softmax", "cuda_v1"]) == 0
+    whole = sorted(shapes, key=str)
+    shapes.clear()
+    for part in ("1/3", "2/3", "3/3"):
+        assert touch.main(["--part", part, "softmax", "cuda_v1"]) == 0
+        assert 0 < len(shapes) < len(whole) or part == "3/3"
+    assert sorted(shapes, key=str) == whole
+
+
+@pytest.mark.parametrize("part", [[], ["softmax"], ["0/3"], ["4/3"], ["1/3/4"]], ids=str)
+def test_touch_refuses_a_part_that_is_none(
+    part: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert touch.main(["softmax", "--part", *part]) == 2
+    assert "3/15" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("names", "idle"),
     [

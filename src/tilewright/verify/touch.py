@@ -2,6 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m tilewright.verify.touch [OP or BACKEND ...]
     compute-sanitizer --tool synccheck python -m tilewright.verify.touch --smallest [...]
+    compute-sanitizer --tool memcheck python -m tilewright.verify.touch --part 3/15 [...]
 
 Walks the cases that verify takes on a GPU, forward and backward, aligned and not, of every op and
 backend or the named ones, and runs a call if its launchers ask for a binary that no earlier call
@@ -11,12 +12,16 @@ what would take the time.
 --smallest gives each binary the smallest of its cases. synccheck (2025.3) itself reads memory that
 is not there as soon as two clusters of sixteen blocks share SMs, if a block so much as waits at an
 mbarrier of its own; few rows keep clusters apart.
+
+--part N/OF takes every OF-th case from the N-th on: all parts side by side are the whole, for ops
+whose binaries take long to compile.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections import Counter
 from typing import Any
@@ -78,13 +83,25 @@ def size(case: Case) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    smallest = "--smallest" in arguments
-    names = [name for name in arguments if name != "--smallest"]
+    names = list(arguments)
+    smallest = "--smallest" in names
+    if smallest:
+        names.remove("--smallest")
+    part, parts = 1, 1
+    if "--part" in names:
+        at = names.index("--part")
+        given = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", "".join(names[at + 1 : at + 2]))
+        if given is None or int(given[1]) > int(given[2]):
+            print("touch: --part wants two numbers, as in 3/15: the third of fifteen parts.")
+            return 2
+        part, parts = int(given[1]), int(given[2])
+        del names[at : at + 2]
     known = {backend for name in registry() for backend in backends_on(name, "cuda")}
     for unknown in [name for name in names if name not in known | registry().keys()]:
         print(
             f"touch: no op or backend is named {unknown!r}; there are the ops "
-            f"{', '.join(registry())}, the backends {', '.join(sorted(known))} and --smallest."
+            f"{', '.join(registry())}, the backends {', '.join(sorted(known))}, --smallest and "
+            "--part."
         )
         return 2
     pairs = [
@@ -103,7 +120,9 @@ def main(arguments: list[str]) -> int:
         edge = edge_cases(context)
         if smallest:
             edge.sort(key=size)
-        for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
+        for case, dtype, aligned in itertools.product(
+            edge[part - 1 :: parts], FLOATS, (True, False)
+        ):
             args = context.inputs(case.dims, dtype, 0)
             if not aligned:
                 args = tuple(map(_misaligned, args))
