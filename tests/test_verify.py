@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
 import json
 import math
@@ -616,22 +617,24 @@ def test_touch_can_begin_with_the_smallest(smallest: bool, monkeypatch: pytest.M
 
 
 def test_the_parts_of_a_touch_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[Any] = []
-
-    def noted(_: Context, dims: Any, dtype: Any, seed: int) -> tuple[torch.Tensor]:
-        shapes.append((str(dims), dtype))
-        return (torch.empty(2, 8),)
-
-    monkeypatch.setattr(Context, "inputs", noted)
-    monkeypatch.setattr(Context, "serves", lambda *_: False)  # nothing is run
+    """Each new binary is one part's; all parts count the same calls."""
+    ran: list[Any] = []
+    monkeypatch.setattr(Context, "inputs", lambda _, dims, dtype, __: (torch.empty(2, 8), dtype))
+    monkeypatch.setattr(Context, "serves", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert touch.main(["softmax", "cuda_v1"]) == 0
-    whole = sorted(shapes, key=str)
-    shapes.clear()
-    for part in ("1/3", "2/3", "3/3"):
-        assert touch.main(["--part", part, "softmax", "cuda_v1"]) == 0
-        assert 0 < len(shapes) < len(whole) or part == "3/3"
-    assert sorted(shapes, key=str) == whole
+    monkeypatch.setattr(touch, "as_tuple", lambda outputs: ())
+    kinds = itertools.cycle(range(7))  # of binaries
+    monkeypatch.setattr(touch, "binaries", lambda *_: {str(next(kinds))})
+    op = dataclasses.replace(registry()["softmax"], autograd=None, outputs=lambda *_: ())
+    monkeypatch.setattr(touch, "registry", lambda: {"softmax": op})
+    monkeypatch.setattr(touch, "call", lambda op, args, backend: ran.append(1))
+    counts = []
+    for part in (None, "1/3", "2/3", "3/3"):
+        kinds = itertools.cycle(range(7))
+        ran.clear()
+        assert touch.main([*(["--part", part] if part else []), "softmax", "cuda_v1"]) == 0
+        counts.append(len(ran))
+    assert counts == [7, 3, 2, 2]
 
 
 @pytest.mark.parametrize("part", [[], ["softmax"], ["0/3"], ["4/3"], ["1/3/4"]], ids=str)

@@ -217,7 +217,7 @@ class Captured(Exception):
 
 
 def _key(tensors: Sequence[Any], rest: Args) -> tuple[Any, ...]:
-    first, *others = map(layout_key, tensors)
+    first, *others = [None if t is None else layout_key(t) for t in tensors]
     return (*first, *others, rest)  # type: ignore[misc]
 
 
@@ -271,6 +271,7 @@ def _caller(
     """
     apply = _c_apply(function)
     ordinary, guards, find = _ORDINARY, memory.guards, plans.get
+    ordinary_or_none = ordinary | {type(None)}
     overriding = dispatch.override.get
     has_rule = op.autocast is not None
     ready: dict[Any, tuple[Any, ...]] = {}
@@ -404,7 +405,7 @@ def _caller(
         *leading, rest = args
         if _is_compiling():
             return operator(*leading, *rest)
-        if all(t is None or t.__class__ in ordinary for t in leading) and not (
+        if ordinary_or_none.issuperset(map(type, leading)) and not (
             _function_modes()
             or _dispatch_modes()
             or (has_rule and _autocast())

@@ -7,8 +7,9 @@ is free, so that views of a fused projection and transposed ones are read where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -62,7 +63,16 @@ def result_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
+def is_tame(tensor: torch.Tensor) -> bool:
+    """Whether the last dim is contiguous."""
+    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
 def tame(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of it whose last dim is contiguous."""
-    whole = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
-    return tensor if whole else tensor.contiguous()
+    return tensor if is_tame(tensor) else tensor.contiguous()
+
+
+def taming(run: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`run`, with its first `count` arguments tamed on every call."""
+    return lambda *args: run(*map(tame, args[:count]), *args[count:])

@@ -202,7 +202,8 @@ def _compiled(
     compiled = kernel.warmup(*pointers, *rest, **constants, grid=grid, **options)
     launch = compiled.run  # loads the binary now, so that nothing is loaded during capture
     tail = (*rest, *(constants[name] for name in kernel.arg_names[len(pointers) + len(rest) :]))
-    return _direct_caller(compiled, launch, grid, tail, way, len(pointers), makes)
+    has_descriptors = not all(p is None or isinstance(p, Pointer) for p in pointers)
+    return _direct_caller(compiled, launch, grid, tail, way, len(pointers), makes, has_descriptors)
 
 
 def _making(run: Run, makes: Callable[[], torch.Tensor], inputs: int) -> Run:
@@ -224,6 +225,7 @@ def _direct_caller(
     way: str,
     pointers: int,
     makes: Callable[[], torch.Tensor] | None,
+    has_descriptors: bool,
 ) -> Run:
     assert _current_stream is not None
     index, stream = torch.cuda.current_device(), _current_stream
@@ -247,12 +249,14 @@ def _direct_caller(
     entering, leaving, assigned = _hooks()
     with_hooks = compiled[grid]
     find = on_stream.get
+    address = _address if has_descriptors else torch.Tensor.data_ptr
 
     def many(*tensors: Any) -> None:
         if entering or leaving or assigned:
             with_hooks(*tensors, *tail)
         else:
-            launch(*before(), *[_address(t) for t in tensors], *tail)
+            pointers = [None if t is None else address(t) for t in tensors]
+            launch(*before(), *pointers, *tail)
 
     if makes is None:
         return many
@@ -282,7 +286,7 @@ def _direct_caller(
 
 
 def _address(t: Any) -> Any:
-    """What Triton's launcher takes for an argument that is a tensor, a descriptor or neither."""
+    """What Triton's launcher takes for a tensor or a descriptor."""
     return t.data_ptr() if isinstance(t, torch.Tensor) else t
 
 

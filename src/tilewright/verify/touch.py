@@ -13,8 +13,8 @@ what would take the time.
 is not there as soon as two clusters of sixteen blocks share SMs, if a block so much as waits at an
 mbarrier of its own; few rows keep clusters apart.
 
---part N/OF takes every OF-th case from the N-th on: all parts side by side are the whole, for ops
-whose binaries take long to compile.
+--part N/OF runs every OF-th of these calls, from the N-th on: all parts side by side are the whole,
+for ops whose binaries take long to compile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,15 +53,20 @@ def _binary(request: recording.Request) -> str:
     return repr((recording.kernel_name(request), pointers, request.constants, request.options))
 
 
-def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
-    """Run the call, both phases it has, unless all it needs has run. Returns the new binaries."""
+def touch(
+    op: Op, args: Args, backend: str, seen: set[str], is_ours: Callable[[], bool] = lambda: True
+) -> int:
+    """Run the call, both phases it has, unless all it needs has run, or `is_ours` leaves it to
+    somebody else. Returns the new binaries that ran."""
     outputs = as_tuple(op.outputs(*args))
     wanted = binaries(op, args, backend)
     if op.autograd is not None:
         backward = op.autograd.op
         twin = backend if backward.backend(backend) else backward.backends[0].name
         wanted |= binaries(backward, op.backward_call(args, outputs, outputs), twin)
-    if wanted <= seen:
+    new = len(wanted - seen)
+    seen |= wanted
+    if not new or not is_ours():
         return 0
     if op.autograd is None:
         call(op, args, backend)
@@ -68,8 +74,6 @@ def touch(op: Op, args: Args, backend: str, seen: set[str]) -> int:
         given, leaves = with_leaves(op, args)
         results = as_tuple(call(op, given, backend))
         torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
-    new = len(wanted - seen)
-    seen |= wanted
     return new
 
 
@@ -114,20 +118,24 @@ def main(arguments: list[str]) -> int:
         print(f"touch: {idle} has nothing to run; no op that is named has a backend that is.")
         return 2
     ran: Counter[tuple[str, str]] = Counter()
+    seen: dict[str, set[str]] = {name: set() for name, _ in pairs}  # backends share binaries
+    turns = itertools.count()
+
+    def is_ours() -> bool:
+        return next(turns) % parts == part - 1
+
     for name, backend in pairs:
-        op, seen = registry()[name], set[str]()
+        op = registry()[name]
         context = Context(op, backend, "cuda", False, 0, 0)
         edge = edge_cases(context)
         if smallest:
             edge.sort(key=size)
-        for case, dtype, aligned in itertools.product(
-            edge[part - 1 :: parts], FLOATS, (True, False)
-        ):
+        for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
             args = context.inputs(case.dims, dtype, 0)
             if not aligned:
                 args = tuple(map(_misaligned, args))
             if context.serves(args):
-                ran[name, backend] += touch(op, args, backend, seen)
+                ran[name, backend] += touch(op, args, backend, seen[name], is_ours)
     torch.cuda.synchronize()
     for (name, backend), count in ran.items():
         print(f"{name} {backend}: {count} binaries, forward and backward")

@@ -20,7 +20,7 @@ import triton.language as tl
 from tilewright.gpu import Gpu
 from tilewright.toolkit import attention_call, memory
 from tilewright.toolkit.attention_call import Call, describe, like, lse_shape, vector_width, width
-from tilewright.toolkit.heads import Heads, tame
+from tilewright.toolkit.heads import Heads, is_tame, tame, taming
 from tilewright.toolkit.launch import bind, is_interpreted, programs
 from tilewright.toolkit.triton_attention import (
     LN_2,
@@ -162,7 +162,7 @@ def prepare(
 
     def run(q: Any, k: Any, v: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = new_out(), new_lse()
-        kernel(out, lse, tame(q), tame(k), tame(v))
+        kernel(out, lse, q, k, v)
         return out, lse
 
-    return run
+    return run if all(map(is_tame, (q, k, v))) else taming(run, 3)

@@ -36,7 +36,7 @@ from tilewright.toolkit.attention_call import (
     vector_width,
     width,
 )  # fmt: skip
-from tilewright.toolkit.heads import Heads, tame
+from tilewright.toolkit.heads import Heads, is_tame, tame, taming
 from tilewright.toolkit.launch import bind, is_interpreted
 from tilewright.toolkit.triton_attention import (
     LN_2,
@@ -313,7 +313,7 @@ def prepare(
 
     def run(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = new_out(), new_lse()
-        kernel(out, lse, tame(q), tame(k), tame(v), *rest[:6])
+        kernel(out, lse, q, k, v, *rest[:6])
         return out, lse
 
-    return run
+    return run if all(map(is_tame, (q, k, v))) else taming(run, 3)
