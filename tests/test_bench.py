@@ -718,6 +718,18 @@ def test_no_speedup_without_the_whole_field() -> None:
     assert contests([*rows[:3], nobody])[0].speedup("eager") == 2.0
 
 
+def test_torchs_own_attention_is_the_whole_field() -> None:
+    rows = [timed_row("triton", 10.0, op="attention"), timed_row("vendor", 9.0, False, "attention")]
+    (contest,) = contests(rows)
+    assert (contest.barred, contest.speedup("vendor")) == ("", 0.9)
+    slow = timed_row("sdpa-flash", 15.0, False, "attention")
+    absent = replace(rows[1], state="unavailable", us=None, reason="no window")
+    for field in ([slow], [slow, absent]):  # without it, the others are a weak one
+        (contest,) = contests([rows[0], *field])
+        assert "eager was not measured" in contest.barred
+        assert contest.speedup("sdpa-flash") is None
+
+
 def test_a_speedup_is_of_what_a_plain_call_takes() -> None:
     rows = [replace(timed_row("triton", 12.0), automatic=True), timed_row("cuda", 10.0)]
     rows += [timed_row(name, 11.0, False) for name in rivals.ALWAYS]

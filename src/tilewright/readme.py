@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -222,6 +223,61 @@ def attention_floors(found: Record) -> str:
     heads = ("case, bf16", "forward, GFLOP", "backward, GFLOP", "forward, µs", "backward, µs",
              "seven products, µs")  # fmt: skip
     return f"{_table(heads, rows)}\n\nAt {roof:,.0f} TFLOP/s, the roof `mma bf16`."
+
+
+def attention_speed(found: Record) -> str:
+    """torch's two kernels beside ours, by head dim and tokens."""
+    there = [c for c in contests(found.rows) if c.first.op == "attention" and c.entered]
+    sizes = sorted({c.first.dims["shape"][2] for c in there})
+    lines: dict[tuple[str, ...], dict[tuple[int, bool], float]] = defaultdict(dict)
+    for contest, rival in itertools.product(there, ("sdpa-flash", "sdpa-cudnn")):
+        dims, faster = contest.first.dims, contest.speedup(rival)
+        _, heads, tokens, dim = dims["shape"]
+        shared = "" if dims["kv_heads"] == heads else f", {dims['kv_heads']} of {heads} key heads"
+        if faster is not None:
+            line = (contest.first.phase, f"{dim}{shared}", rival)
+            lines[line][tokens, dims["causal"]] = faster
+    places = list(itertools.product(sizes, (False, True)))
+    rows = [
+        (*line, *(f"{at[place]:.2f}" if place in at else NO_NUMBER for place in places))
+        for line, at in lines.items()
+    ]
+    if not rows:
+        return NOT_MEASURED
+    heads = ["", "head dim", "rival / ours"]
+    heads += [f"{tokens:,} {'causal' if causal else 'full'}" for tokens, causal in places]
+    words = []
+    for phase, least in (("forward", 2048), ("backward", 0)):
+        means = []
+        for rival in ("sdpa-flash", "sdpa-cudnn"):
+            some = [x for (p, _, r), at in lines.items() if (p, r) == (phase, rival)
+                    for (tokens, _), x in at.items() if tokens >= least]  # fmt: skip
+            means.append(f"{rival} {geometric_mean(some):.2f}" if some else NO_NUMBER)
+        of = f" of {least:,} tokens and more" if least else ""
+        words.append(f"{phase}{of}, {' and '.join(means)}")
+    return f"{_table(heads, rows)}\n\nGeometric means: {'; '.join(words)}."
+
+
+def attention_sparse(found: Record) -> str:
+    """Time over that of as much dense work: what is masked or not there should cost nothing."""
+    ours = {(r.case, r.phase): r for r in found.rows if r.contender == "triton" and has_number(r)}
+    rows = []
+    for case in (case for case in registry()["attention"].cases if case.group == "sparse"):
+        dense_name = f"T16384 {'causal' if case.dims['causal'] else 'full'}"
+        cells: list[str] = []
+        for phase in ("forward", "backward"):
+            row, dense = ours.get((case.name, phase)), ours.get((dense_name, phase))
+            if row is None or dense is None or case.name == dense_name:
+                continue
+            work = row.flops / dense.flops
+            cells += [f"{work:.0%}"] if not cells else []
+            cells.append(f"{time_of(row) / time_of(dense) / work:.2f}")
+            if row.host is not None and dense.host is not None:
+                cells.append(f"{row.host.median / dense.host.median / work:.2f}")
+        rows += [(case.name, *cells)] if cells else []
+    heads = ("case", "of the work", "forward", "in a queue of calls", "backward",
+             "in a queue of calls")  # fmt: skip
+    return _table(heads, rows) if rows else NOT_MEASURED
 
 
 def compat(root: Path) -> str:
@@ -445,6 +501,8 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "profile": profile,
     "attention-features": attention_features,
     "attention-floors": _of_bench("bench-quick", attention_floors),
+    "attention-speed": _of_bench("bench-sweep-attention", attention_speed),
+    "attention-sparse": _of_bench("bench-sparse-attention", attention_sparse),
     "compat": compat,
     **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
 }

@@ -154,6 +154,9 @@ class Op:
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Rivals beside eager and compiled torch, which are made from the reference. "vendor" is the
     kernel that torch or the GPU's maker ships for this very op: (*args) -> result."""
+    vendor_is_eager: bool = False
+    """Eager and compiled programs call torch's own function, the vendor's row: nobody writes its
+    formula out. A speed-up needs no other rival then."""
     autograd: Autograd | None = None
     backward_flops: float = 2.0  # of a forward's: each of its products has two in its backward
     beside_torch: Callable[..., bool] | None = None

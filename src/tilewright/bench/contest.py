@@ -1,7 +1,8 @@
 """The contenders of one case side by side: who is fastest, and whether anybody may say so.
 
 Tables, pictures and the report read a case through this. A speed-up needs the whole field: eager,
-compile and vendor with a number each; of these only a vendor's kernel may not exist.
+compile and vendor with a number each; of these only a vendor's kernel may not exist. Where eager
+and compiled programs call the vendor's kernel themselves (attention), it is the whole field.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 from tilewright.bench.record import WAYS, Row, Stats
 from tilewright.bench.rivals import ALWAYS
+from tilewright.ops import registry
 
 T = TypeVar("T")
 
@@ -53,7 +55,7 @@ class Contest:
             taken = [row for row in self.rows.values() if row.automatic and row.reason]
             why = f": {taken[0].contender}, which a call takes, {taken[0].reason}" if taken else ""
             return f"none of ours may be judged{why}"
-        for name in ALWAYS:
+        for name in self._field:
             row = self.rows.get(name)
             if row is None:
                 return f"{name} was not measured"
@@ -64,6 +66,14 @@ class Contest:
         if self.best_rival is None:
             return "no rival has a number"
         return ""
+
+    @property
+    def _field(self) -> tuple[str, ...]:
+        """Who must have a number."""
+        op, vendor = registry().get(self.first.op), self.rows.get("vendor")
+        if op is not None and op.vendor_is_eager and vendor is not None and has_number(vendor):
+            return ("vendor",)
+        return ALWAYS
 
     def speedup(self, rival: str) -> float | None:
         """The rival's time over ours; None where it may not be shown."""

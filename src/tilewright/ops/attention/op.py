@@ -625,6 +625,7 @@ OP = Op(
     cost=cost,
     backward_flops=2.5,
     as_called=_called,
+    vendor_is_eager=True,
     autograd=Autograd(
         BACKWARD, (*KEPT, *LENGTHS), saved, (("q",), ("k",), ("v",), ("sinks",), ("bias",))
     ),
