@@ -734,7 +734,7 @@ PLANTED = (
     ),
     Planted(
         "a slot belongs to the sequence after its own", edge("attention", "thd-skewed"),
-        ATTENTION_TILES, "(start <= slot)", "(start <= slot + 1)",
+        ATTENTION_TILES, "middle <= slot", "middle <= slot + 1",
     ),
     Planted(
         "every padded sequence is as long as the first", edge("attention", "seq-lens"),

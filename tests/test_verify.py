@@ -624,17 +624,23 @@ def test_the_parts_of_a_touch_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(touch, "as_tuple", lambda outputs: ())
     kinds = itertools.cycle(range(7))  # of binaries
-    monkeypatch.setattr(touch, "binaries", lambda *_: {str(next(kinds))})
+    now: list[str] = []  # the binary of the call under way
+
+    def binaries(*_: Any) -> set[str]:
+        now[:] = [str(next(kinds))]
+        return set(now)
+
+    monkeypatch.setattr(touch, "binaries", binaries)
     op = dataclasses.replace(registry()["softmax"], autograd=None, outputs=lambda *_: ())
     monkeypatch.setattr(touch, "registry", lambda: {"softmax": op})
-    monkeypatch.setattr(touch, "call", lambda op, args, backend: ran.append(1))
-    counts = []
+    monkeypatch.setattr(touch, "call", lambda op, args, backend: ran.extend(now))
+    parts = []
     for part in (None, "1/3", "2/3", "3/3"):
         kinds = itertools.cycle(range(7))
         ran.clear()
         assert touch.main([*(["--part", part] if part else []), "softmax", "cuda_v1"]) == 0
-        counts.append(len(ran))
-    assert counts == [7, 3, 2, 2]
+        parts.append(list(ran))
+    assert parts == [list("0123456"), ["0", "3", "6"], ["1", "4"], ["2", "5"]]
 
 
 @pytest.mark.parametrize("part", [[], ["softmax"], ["0/3"], ["4/3"], ["1/3/4"]], ids=str)

@@ -217,7 +217,7 @@ class Captured(Exception):
 
 
 def _key(tensors: Sequence[Any], rest: Args) -> tuple[Any, ...]:
-    first, *others = [None if t is None else layout_key(t) for t in tensors]
+    first, *others = [t if t is None else layout_key(t) for t in tensors]
     return (*first, *others, rest)  # type: ignore[misc]
 
 

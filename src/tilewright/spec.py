@@ -160,8 +160,8 @@ class Op:
     autograd: Autograd | None = None
     backward_flops: float = 2.0  # of a forward's: each of its products has two in its backward
     beside_torch: Callable[..., bool] | None = None
-    """(*args) -> whether a call has errors enough for torch's largest one to be a measure of ours,
-    and not luck; None: every call."""
+    """(*args) -> whether the results of a call have errors enough for torch's largest one to be a
+    measure of ours, and not luck; None: every call's. Gradients have a rule of their own."""
     backward_times_torch: float | None = None
     """How many times torch's own error, in the same dtype, a gradient may have; None: it is held to
     the tolerance alone."""

@@ -18,9 +18,8 @@ from tilewright.toolkit.rows import VECTOR_BYTES
 
 NARROWEST, WIDEST = 32, 512  # columns of a tile; the widest head
 FARTHEST = 2**30  # a bound beyond it is none: tokens are numbered in 32 bits
-MOST_SEQUENCES = 1024  # packed ones that a program looks through for its own
 TOGETHER_BYTES = 16 * 2**20  # keys and values of the heads that run side by side: they stay in L2
-TOGETHER_BYTES_SKEWED = 64 * 2**20
+TOGETHER_BYTES_SKEWED = 64 * 2**20  # measured: late long sequences cost more than keys from HBM
 
 
 Prepare = Callable[..., Callable[..., Any]]
@@ -149,39 +148,38 @@ def width(dim: int, vec: int) -> int:
 class Places:
     """How tiles and heads are dealt out to programs: what `triton_attention.place` asks for."""
 
-    blocks: int  # of a head of the longest sequence; skewed: of a head of all sequences
+    blocks: int  # of a line
     heads: int
-    total_heads: int
+    lines: int
     together: int
-    skewed: bool
+    sequences: int  # packed ones whose heads share a line, or 0
 
     @property
     def programs(self) -> int:
-        return self.blocks * (self.heads if self.skewed else self.total_heads)
+        return self.blocks * self.lines
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        return self.blocks, self.heads, self.total_heads, self.together
+        return self.blocks, self.heads, self.lines, self.together, self.sequences
 
 
 def places(call: Call, held: Heads, longest: int, tile: int) -> Places:
     """For programs that hold `tile` tokens of a head of `held`, whose longest sequence has so many.
 
-    Packed sequences of unequal lengths share their blocks out: else half the programs or more would
-    be started to find that their sequence is too short for them. Their heads run side by side as
-    far as L2 goes, so that long sequences of one head do not end up behind short ones of another.
+    Packed sequences of unequal lengths share a line: else half the programs or more would be
+    started to find that their sequence is too short for them. Their heads run side by side as far
+    as L2 goes, so that long sequences of one head do not end up behind short ones of another.
     """
-    blocks, total = programs(longest, tile), call.batches * held.heads
-    slots = held.tokens // tile + call.batches
-    skewed = (
-        call.is_packed and call.batches <= MOST_SEQUENCES and 2 * slots <= blocks * call.batches
-    )
+    blocks, lines, room = programs(longest, tile), call.batches * held.heads, TOGETHER_BYTES
+    shared = held.tokens // tile + call.batches
+    skewed = call.is_packed and 2 * shared <= blocks * call.batches
+    if skewed:
+        blocks, lines, room = shared, held.heads, TOGETHER_BYTES_SKEWED
     size = torch.empty((), dtype=call.dtype).element_size()
     per_head = max(call.keys * (call.k.dim + call.v.dim) * size // call.group, 1)
-    room = TOGETHER_BYTES_SKEWED if skewed else TOGETHER_BYTES
-    side_by_side = room // per_head * held.heads // call.q.heads if blocks > 1 else 1
-    side_by_side = max(min(side_by_side, held.heads if skewed else total), 1)
-    return Places(slots if skewed else blocks, held.heads, total, side_by_side, skewed)
+    together = room // per_head * held.heads // call.q.heads if blocks > 1 else 1
+    sequences = call.batches if skewed else 0
+    return Places(blocks, held.heads, lines, max(min(together, lines), 1), sequences)
 
 
 def described(x: torch.Tensor, heads: Heads, rows: int, columns: int) -> Described:

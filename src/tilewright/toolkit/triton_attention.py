@@ -10,53 +10,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.toolkit import attention_call
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MINUS_INF = tl.constexpr(float("-inf"))
-MOST_SEQUENCES = tl.constexpr(attention_call.MOST_SEQUENCES)
 
 
 @triton.jit
 def place(
-    blocks, head_count, total_heads, together,
-    cu_ptr=None, TILE: tl.constexpr = 1, SKEWED: tl.constexpr = False,
-    LAST_FIRST: tl.constexpr = True,
+    blocks, head_count, lines, together,
+    sequences=0, longest=0, cu_ptr=None, TILE: tl.constexpr = 1, LAST_FIRST: tl.constexpr = True,
 ):  # fmt: skip
-    """(block, head, batch) of a program: `together` heads side by side, last blocks first.
+    """(block, head, batch) of a program: `together` lines side by side, last blocks first.
 
-    The last rows see most keys, so what takes longest starts first (of keys it is the first ones);
-    heads that run side by side leave their keys to one another in L2. SKEWED: `blocks` are those of
-    all packed sequences.
+    A line is a head of one sequence, with as many blocks as the longest has; if `sequences` are
+    given, a head of all these packed ones, with the blocks of all. The last rows see most keys, so
+    what takes longest starts first (of keys it is the first ones); heads that run side by side
+    leave their keys to one another in L2.
     """
     program = tl.program_id(0)
-    lines = head_count if SKEWED else total_heads
     group = program // (together * blocks)
     rest = program % (together * blocks)
     size = tl.minimum(together, lines - group * together)
     slot, line = rest // size, group * together + rest % size
-    if SKEWED:
-        block, batch = _skewed(slot, total_heads // head_count, cu_ptr, TILE, LAST_FIRST)
-        head = line
-    else:
-        block = blocks - 1 - slot if LAST_FIRST else slot
-        head, batch = line % head_count, line // head_count
+    block = blocks - 1 - slot if LAST_FIRST else slot
+    head, batch = line % head_count, line // head_count
+    if cu_ptr is not None:  # noqa: SIM102
+        if sequences > 0:  # known when a kernel runs, not when it is compiled
+            block, batch = _in_slot(slot, sequences, longest, cu_ptr, TILE, LAST_FIRST)
+            head = line
     return block, head, batch
 
 
 @triton.jit
-def _skewed(slot, sequences, cu_ptr, TILE: tl.constexpr, LAST_FIRST: tl.constexpr):
+def _in_slot(slot, sequences, longest, cu_ptr, TILE: tl.constexpr, LAST_FIRST: tl.constexpr):
     """(block, sequence) of a slot, where sequence n has those from cu[n] // TILE + n on: enough for
-    its tiles and one too many at most, however long the longest of them is."""
-    n = tl.arange(0, MOST_SEQUENCES)
-    start = tl.load(cu_ptr + n, mask=n < sequences, other=0) // TILE + n
-    found = tl.sum(((n < sequences) & (start <= slot)).to(tl.int32), 0) - 1
-    if LAST_FIRST:
-        block = tl.load(cu_ptr + found + 1) // TILE + found - slot
-    else:
-        block = slot - (tl.load(cu_ptr + found) // TILE + found)
-    return block, found
+    its tiles and one too many at most. Slots of tokens that no sequence has, and of rows beyond the
+    `longest` that was promised, get a block beyond their sequence."""
+    found, after = 0, sequences
+    while after - found > 1:
+        middle = (found + after) // 2
+        begun = tl.load(cu_ptr + middle) // TILE + middle <= slot
+        found = tl.where(begun, middle, found)
+        after = tl.where(begun, after, middle)
+    first = tl.load(cu_ptr + found) // TILE + found
+    last = tl.load(cu_ptr + found + 1) // TILE + found
+    block = last - slot if LAST_FIRST else slot - first
+    is_its_own = (first <= slot) & (slot <= last) & (block * TILE < longest)
+    return tl.where(is_its_own, block, last - first + 1), found
 
 
 @triton.jit

@@ -28,8 +28,9 @@ from tilewright.toolkit.triton_attention import (
     store_tile,
 )  # fmt: skip
 
-SIZES = ["blocks", "heads", "total_heads", "together", "group", "rows", "keys", "dim", "value_dim"]
-SIZES += ["left", "right", "bottom_right", "key_blocks", "row_blocks", "height", "width"]
+SIZES = ["blocks", "heads", "lines", "together", "sequences", "group", "rows", "keys", "dim"]
+SIZES += ["value_dim", "left", "right", "bottom_right", "key_blocks", "row_blocks", "height"]
+SIZES += ["width", "total_heads"]
 SIZES += ["b_count", "h_count", "i_count", "j_count"]
 STRIDES = [f"{x}_{dim}" for x in ("do", "o", "q", "k", "v", "dq", "dk", "dv") for dim in "bth"]
 STRIDES += ["lse_b", "lse_h", "alibi_b", "bias_b", "bias_h", "bias_i", "bias_j"]
@@ -167,19 +168,19 @@ def _walk_rows(
 def _grad_keys(
     dk_ptr, dv_ptr, q_ptr, grad_ptr, k_ptr, v_ptr, summary_ptr, alibi_ptr, bias_ptr,
     cu_q_ptr, cu_k_ptr, key_counts_ptr,
-    blocks, heads, total_heads, together, group, rows, keys, dim, value_dim, left, right,
+    blocks, heads, lines, together, sequences, group, rows, keys, dim, value_dim, left, right,
     bottom_right,
     dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, q_b, q_t, q_h, do_b, do_t, do_h, k_b, k_t, k_h,
     v_b, v_t, v_h, row_b, row_h, half, alibi_b, bias_b, bias_h, bias_i, bias_j, scale, softcap,
     VEC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr, SKEWED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
     block, key_head, number = place(
-        blocks, heads, total_heads, together, cu_k_ptr, KEYS, SKEWED, LAST_FIRST=False
+        blocks, heads, lines, together, sequences, keys, cu_k_ptr, KEYS, LAST_FIRST=False
     )
     first_row, first_key, rows, seen_keys, off = sequence(
         number, rows, keys, bottom_right, cu_q_ptr, cu_k_ptr, key_counts_ptr
@@ -294,18 +295,18 @@ def _walk_keys(
 def _grad_queries(
     dq_ptr, q_ptr, grad_ptr, k_ptr, v_ptr, summary_ptr, alibi_ptr, bias_ptr,
     cu_q_ptr, cu_k_ptr, key_counts_ptr,
-    blocks, heads, total_heads, together, group, rows, keys, dim, value_dim, left, right,
+    blocks, heads, lines, together, sequences, group, rows, keys, dim, value_dim, left, right,
     bottom_right,
     dq_b, dq_t, dq_h, q_b, q_t, q_h, do_b, do_t, do_h, k_b, k_t, k_h, v_b, v_t, v_h,
     row_b, row_h, half, alibi_b, bias_b, bias_h, bias_i, bias_j, scale, softcap,
     VEC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr, SKEWED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
-    block, head, number = place(blocks, heads, total_heads, together, cu_q_ptr, ROWS, SKEWED)
+    block, head, number = place(blocks, heads, lines, together, sequences, rows, cu_q_ptr, ROWS)
     first_row, first_key, rows, keys, off = sequence(
         number, rows, keys, bottom_right, cu_q_ptr, cu_k_ptr, key_counts_ptr
     )

@@ -317,13 +317,16 @@ def features(large: bool) -> dict[str, dict[str, Dims]]:
     """Every option and its ways: `verify` lets every two of them meet."""
     tokens, keys = (300, 421) if large else (37, 53)
     half = tokens // 2
-    packed = {"shape": (tokens, 4, 64), "lengths": (half, 0, 1, tokens - half - 1)}
+    # of lengths so unequal that, large, they share their blocks out (attention_call.places)
+    lengths = (half, 0, 1, 0, 2, 0, 0, 1, 0, tokens - half - 4)
+    key_lengths = (keys // 3, 5, 0, 1, 0, 7, 0, 2, 3, keys)
+    packed = {"shape": (tokens, 4, 64), "lengths": lengths, "key_lengths": key_lengths}
     return {
         "sequences": {
             "bhsd": {"shape": (2, 4, tokens, 64), "keys": keys},
             "bshd": {"shape": (2, tokens, 4, 64), "keys": keys, "layout": "bshd"},
             "padded": {"shape": (3, 4, tokens, 64), "keys": keys, "seq_lens": True},
-            "packed": {**packed, "key_lengths": (keys // 3, 5, 0, keys), "layout": "thd"},
+            "packed": {**packed, "layout": "thd"},
         },
         "heads": {f"4 to {n}": {"kv_heads": n} for n in (4, 2, 1)},
         "mask": {
@@ -373,8 +376,8 @@ def _visible_pairs(queries: int, keys: int, left: int, right: int, top_left: boo
 
 def beside_torch(q: Tensor, k: Tensor, *rest: Any) -> bool:
     """Halves round every weight and result: many errors. float32 errs by its scores, of which large
-    ones leave few weights that are neither 0 nor 1; of a few thousand scores torch may get all such
-    right by luck."""
+    ones leave few weights that are neither 0 nor 1; of a few thousand scores (masked ones counted)
+    torch may get all such right by luck."""
     longest_keys = rest[-2]
     return q.dtype != torch.float32 or q.shape[:-1].numel() * longest_keys >= 8192
 
@@ -473,6 +476,8 @@ def _with_much_work() -> Iterator[Case]:
     yield Case("much-seq-lens", {**many, "seq_lens": True, "causal": True})
     packed = {"shape": (4137, 8, 64), "layout": "thd", "lengths": (1021, 0, 1, 2099, 1016)}
     yield Case("much-thd", packed)
+    for dim in (128, 256):
+        yield Case(f"much-thd-{dim}", {**packed, "shape": (4137, 4, dim), "causal": True})
     even = {**packed, "shape": (4137, 16, 64), "lengths": (1379, 1379, 1379)}
     yield Case("much-thd-even", {**even, "causal": True})
     yield Case("much-thd-causal", {**packed, "causal": True, "kv_heads": 2, "sinks": True})
@@ -500,7 +505,7 @@ def _sweep() -> Iterator[Case]:
 
 
 def _sparse() -> Iterator[Case]:
-    """And the same tokens with all the work, whose rate is what sparse work is held to."""
+    """Tokens that see few others, and as many that see all: the rate that is to be reached."""
     for causal in (True, False):
         dense = {"shape": (1, 16, TOKENS_IN_ALL, 128), "causal": causal}
         yield Case(f"T16384 {'causal' if causal else 'full'}", dense, "sparse")

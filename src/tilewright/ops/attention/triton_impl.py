@@ -68,7 +68,7 @@ BY_TMA = {
     256: Launch(128, 64, 8, 2),
     512: Launch(64, 32, 8, 2),
 }
-# By TMA too, for sequences of few keys, and packed ones: their last tile takes registers.
+# By TMA too, for few keys, and for lengths that the GPU knows: their last tile takes registers.
 FEW = {64: Launch(64, 64, 4, 2)}
 FEW_KEYS = 1024
 BY_POINTERS = {
@@ -112,8 +112,8 @@ def refuses(gpu: Gpu, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
     return attention_call.refuses(q, v)
 
 
-SIZES = ["blocks", "heads", "total_heads", "together", "group", "rows", "keys", "dim", "value_dim"]
-SIZES += ["left", "right", "bottom_right"]
+SIZES = ["blocks", "heads", "lines", "together", "sequences", "group", "rows", "keys", "dim"]
+SIZES += ["value_dim", "left", "right", "bottom_right"]
 STRIDES = [f"{x}_{dim}" for x in ("o", "q", "k", "v") for dim in "bth"]
 STRIDES += ["lse_b", "lse_h", "alibi_b", "bias_b", "bias_h", "bias_i", "bias_j"]
 
@@ -176,21 +176,21 @@ def _walk(
 def _attend(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr, alibi_ptr, bias_ptr, cu_q_ptr, cu_k_ptr,
     key_counts_ptr,
-    blocks, heads, total_heads, together, group, rows, keys, dim, value_dim, left, right,
+    blocks, heads, lines, together, sequences, group, rows, keys, dim, value_dim, left, right,
     bottom_right,
     o_b, o_t, o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, lse_b, lse_h, alibi_b,
     bias_b, bias_h, bias_i, bias_j, scale, softcap,
     VEC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, SKEWED: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = alibi_ptr is not None
     HALVES: tl.constexpr = q_ptr.dtype.element_ty != tl.float32  # float32 loses to a scaled peak
     PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or FLIPPED) and bias_ptr is None and HALVES
     UNIT: tl.constexpr = LN_2 if PLAIN else 1.0  # of `peak`, a natural logarithm
-    block, head, number = place(blocks, heads, total_heads, together, cu_q_ptr, ROWS, SKEWED)
+    block, head, number = place(blocks, heads, lines, together, sequences, rows, cu_q_ptr, ROWS)
     first_row, first_key, rows, keys, off = sequence(
         number, rows, keys, bottom_right, cu_q_ptr, cu_k_ptr, key_counts_ptr
     )
@@ -266,7 +266,8 @@ def _bind(
     tma = gpu.sm >= 90 and gpu.shared_per_block >= ROOM and call.work >= MUCH
     tma = tma and plain and vec > 1 and call.dtype != torch.float32
     tma = tma and fits_tma(call.k) and fits_tma(call.v)
-    few = call.keys <= FEW_KEYS or call.is_packed
+    *_, cu_k, key_counts = options
+    few = call.keys <= FEW_KEYS or cu_k is not None or key_counts is not None
     choice = launch(max(columns, value_columns), few, call.dtype, plain, tma, gpu)
     tiles = places(call, call.q, call.rows, choice.rows)
     if tma:
@@ -287,7 +288,7 @@ def _bind(
             "VEC": vec, "ROWS": choice.rows, "KEYS": choice.keys, "COLUMNS": columns,
             "VALUE_COLUMNS": value_columns, "TMA": tma,
             "PADDED": columns != call.q.dim or value_columns != call.v.dim,
-            "FLIPPED": call.scale < SMALLEST, "SKEWED": tiles.skewed, **call.flags,
+            "FLIPPED": call.scale < SMALLEST, **call.flags,
             "WIDE": is_interpreted(_attend) and call.dtype == torch.bfloat16,
         },
         aligned=vec > 1,  # what else there is, is loaded one by one
