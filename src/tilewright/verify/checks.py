@@ -236,10 +236,15 @@ def _laid_out(
     hostile = layout(c.inputs({"shape": BASE}, dtype, c.seed)[place])
     # the other tensors of the call take the hostile one's shape
     plain = c.inputs({"shape": tuple(hostile.shape), **variant}, dtype, c.seed)
-    twin = hostile.contiguous().clone()
-    if not layouts.is_aligned(hostile):
-        twin = layouts.misaligned(twin)
-    return tuple((*plain[:place], x, *plain[place + 1 :]) for x in (hostile, twin))  # type: ignore[return-value]
+    pair = (hostile, _twin(hostile))
+    return tuple((*plain[:place], x, *plain[place + 1 :]) for x in pair)  # type: ignore[return-value]
+
+
+def _twin(laid: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, as aligned as the tensor: another binary may contract products to fused
+    multiply-adds otherwise, and float32 shows it."""
+    twin = laid.contiguous().clone()
+    return twin if layouts.is_aligned(laid) else layouts.misaligned(twin)
 
 
 def _judge(c: Context, phase: str, args: Args, grads: Any = None) -> tuple[Verdict, Any]:
@@ -261,7 +266,7 @@ def in_place(c: Context) -> Iterator[Result]:
         starts = [room.clone() for room in rooms]
         with torch.no_grad():
             with memory.guarded() as guard:
-                copies = [target.clone() for target in targets]
+                copies = map(_twin, targets)
                 wanted = as_tuple(call(c.op, (*copies, *args[count:]), c.backend))
             verdict = Verdict(message="; ".join(guard.faults()))
             wanted_rooms = [start.clone() for start in starts]
