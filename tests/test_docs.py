@@ -93,6 +93,10 @@ DENSE = {"shape": [1, 4, 8, 16], "kv_heads": 4}
 SPARSE = {"shape": [9, 4, 16], "kv_heads": 2, "layout": "thd", "lengths": [4, 5], "window": [3, 0]}
 
 
+def wide(tokens: int, *, causal: bool) -> Any:
+    return {"shape": [1, 4, tokens, 64], "kv_heads": 4, "causal": causal}
+
+
 def feature_rows(mask: str, softcap: str, heads: str = "4 to 4") -> list[Any]:
     """A call of attention that passed in both phases, other options at their first level."""
     declared = registry()["attention"].features
@@ -196,6 +200,38 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
             "| D128 T8192 full | 1,100 | 2,749 | 1,100 | 2,749 | 3,848 |",
             "At 1,000 TFLOP/s, the roof `mma bf16`.",
         ],
+    ),
+    "attention-speed": (
+        "results/h200/bench-sweep-attention.jsonl",
+        [
+            RUN,
+            *(bench_row(n, us, **{**ATTENTION, "phase": phase}, ours=n == "triton", dims=dims)
+              for dims, phase, times in (
+                  (wide(512, causal=False), "forward", (10.0, 20.0, 5.0)),
+                  (wide(2048, causal=True), "forward", (10.0, 40.0, 9.0)),
+                  (wide(8192, causal=True), "forward", (10.0, 10.0, 4.0)),
+                  (wide(512, causal=True), "backward", (10.0, 15.0, 8.0)))
+              for n, us in zip(("triton", "sdpa-flash", "sdpa-cudnn", "vendor"),
+                               (*times, times[-1]), strict=True)),
+        ],
+        [
+            "| forward | 64 | sdpa-flash | 2.00 | – | – | 4.00 | – | 1.00 |",
+            "| backward | 64 | sdpa-cudnn | – | 0.80 | – | – | – | – |",
+            "forward of 2,048 tokens and more, sdpa-flash 2.00 and sdpa-cudnn 0.60;",
+            "backward, sdpa-flash 1.50 and sdpa-cudnn 0.80.",
+        ],
+    ),
+    "attention-sparse": (
+        "results/h200/bench-sparse-attention.jsonl",
+        [
+            RUN,
+            *({**bench_row("triton", us, **ATTENTION, ours=True), "case": case, "flops": flops,
+               "host": {"median": host, "p20": host, "p80": host, "n": 4}}
+              for case, us, host, flops in (("T16384 causal", 1000.0, 900.0, 8e9),
+                                            ("16 skewed lengths causal", 300.0, 225.0, 2e9))),
+        ],
+        # a quarter of the work should take 250 us, or 225 in a queue
+        ["| 16 skewed lengths causal | 25% | 1.20 | 1.00 |"],
     ),
     "attention-features": (
         "results/h200/verify-attention.json",
