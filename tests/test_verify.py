@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ from planted import FEATURES, RANDOM, RANDOM_ELSE
 from tilewright import dispatch, gpu
 from tilewright.dims import meta_inputs
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Op, Rounding
+from tilewright.spec import FLOATS, Case, Op, Rounding
 from tilewright.verify import (
     CHECKS,
     Context,
@@ -581,66 +580,90 @@ def test_the_interpreter_repeats_less_to_the_same_effect() -> None:
     assert len(results) == 8
 
 
-def test_touch_runs_a_binary_once(tmp_path: Path) -> None:
+TOUCH = """
+import sys
+from tilewright.ops import registry
+from tilewright.spec import as_tuple
+from tilewright.verify import touch
+
+def asked(op, args, backend):  # of tensors with values
+    outputs, wanted = as_tuple(op.outputs(*args)), touch._asked(op, args, backend)
+    if op.autograd is not None:
+        call = op.backward_call(args, outputs, outputs)
+        wanted |= touch._asked(op.autograd.op, call, "triton")
+    return wanted
+
+for name in sys.argv[1:]:
+    seen = set()
+    for one in touch.calls([(name, "triton")], "cpu", smallest=True):
+        assert one.new and not one.new & seen, one
+        seen |= one.new
+        if touch.size(one.case) <= 2**16:
+            args = one.laid(one.context.inputs(one.case.dims, one.dtype, 0))
+            assert one.new <= asked(one.context.op, args, "triton"), one
+    assert len(seen) > 3
+    print(name, len(seen))
+"""
+
+
+def test_touch_asks_for_every_binary_once() -> None:
     """What a sanitizer watches; in the interpreter, where a binary is a launch choice."""
-    script = (
-        "from tilewright.ops import registry\n"
-        "from tilewright.verify.checks import Context\n"
-        "from tilewright.verify.touch import touch\n"
-        "import torch\n"
-        "op, seen = registry()['rms_norm'], set()\n"
-        "context = Context(op, 'triton', 'cpu', False, 0, 0)\n"
-        "for n in (64, 60, 64, 2000):\n"
-        "    args = context.inputs({'shape': (3, n)}, torch.float16, 0)\n"
-        "    print(touch(op, args, 'triton', seen))\n"
-    )
+    ops = ("rms_norm", "rope", "attention")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", TOUCH, *ops]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    # forward, backward and the sum of partials; 60 columns lose the 16-byte loads, but not the sum
-    assert done.stdout.split() == ["3", "2", "0", "2"], done.stderr[-1000:]
+    assert done.stdout.split()[::2] == list(ops), done.stderr[-1000:]
+
+
+def test_touch_runs_both_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, phases = registry()["rms_norm"], []
+    both = dispatch.load
+
+    def noted(entry: str) -> Any:
+        phases.append(entry)
+        return both(entry)
+
+    monkeypatch.setattr(dispatch, "load", noted)
+    context = Context(op, "torch", "cpu", False, 0, 0)
+    touch.run(touch.Call(context, Case("some", {"shape": (3, 64)}), torch.float16, aligned=False))
+    assert [entry.split(":")[1] for entry in phases] == ["rms_norm", "rms_norm_backward"]
 
 
 @pytest.mark.parametrize("smallest", [False, True], ids=["declared", "smallest"])
 def test_touch_can_begin_with_the_smallest(smallest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def noted(_: Context, dims: Any, *__: Any) -> tuple[torch.Tensor]:
+    def noted(_: Any, dims: Any, *__: Any) -> tuple[torch.Tensor]:
         sizes.append(math.prod(dims["shape"]))
-        return (torch.empty(2, 8),)
+        return (torch.empty(2, 8, device="meta"),)
 
-    monkeypatch.setattr(Context, "inputs", noted)
+    monkeypatch.setattr(touch, "meta_inputs", noted)
     monkeypatch.setattr(Context, "serves", lambda *_: False)  # nothing is run
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert touch.main([*(["--smallest"] if smallest else []), "softmax", "cuda_v1"]) == 0
+    assert list(touch.calls([("softmax", "cuda_v1")], "cpu", smallest)) == []
     assert (sizes == sorted(sizes)) is smallest
 
 
-def test_the_parts_of_a_touch_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each new binary is one part's; all parts count the same calls."""
-    ran: list[Any] = []
-    monkeypatch.setattr(Context, "inputs", lambda _, dims, dtype, __: (torch.empty(2, 8), dtype))
-    monkeypatch.setattr(Context, "serves", lambda *_: True)
+def test_the_parts_of_a_touch_are_the_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each call is one part's."""
+    context = Context(registry()["softmax"], "cuda_v1", "cuda", False, 0, 0)
+    plan = [
+        touch.Call(context, Case(name, {"shape": (1,)}), torch.float16, True, frozenset((name, "")))
+        for name in "0123456"
+    ]
+    monkeypatch.setattr(touch, "calls", lambda *_: plan)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(touch, "as_tuple", lambda outputs: ())
-    kinds = itertools.cycle(range(7))  # of binaries
-    now: list[str] = []  # the binary of the call under way
-
-    def binaries(*_: Any) -> set[str]:
-        now[:] = [str(next(kinds))]
-        return set(now)
-
-    monkeypatch.setattr(touch, "binaries", binaries)
-    op = dataclasses.replace(registry()["softmax"], autograd=None, outputs=lambda *_: ())
-    monkeypatch.setattr(touch, "registry", lambda: {"softmax": op})
-    monkeypatch.setattr(touch, "call", lambda op, args, backend: ran.extend(now))
+    ran: list[str] = []
+    monkeypatch.setattr(touch, "run", lambda one: ran.append(one.case.name))
     parts = []
     for part in (None, "1/3", "2/3", "3/3"):
-        kinds = itertools.cycle(range(7))
         ran.clear()
         assert touch.main([*(["--part", part] if part else []), "softmax", "cuda_v1"]) == 0
-        parts.append(list(ran))
-    assert parts == [list("0123456"), ["0", "3", "6"], ["1", "4"], ["2", "5"]]
+        parts.append("".join(ran))
+    assert parts == ["0123456", "036", "14", "25"]
+    counts = re.findall(r"softmax cuda_v1: (\d+) binaries", capsys.readouterr().out)
+    assert counts == ["14", "6", "4", "4"]
 
 
 @pytest.mark.parametrize("part", [[], ["softmax"], ["0/3"], ["4/3"], ["1/3/4"]], ids=str)

@@ -4,17 +4,17 @@
     compute-sanitizer --tool synccheck python -m tilewright.verify.touch --smallest [...]
     compute-sanitizer --tool memcheck python -m tilewright.verify.touch --part 3/15 [...]
 
-Walks the cases that verify takes on a GPU, forward and backward, aligned and not, of every op and
-backend or the named ones, and runs a call if its launchers ask for a binary that no earlier call
-has run. It compares nothing: a sanitizer slows kernels down a hundredfold, and the references are
-what would take the time.
+Asks the launchers what the cases that verify takes on a GPU would compile, forward and backward,
+aligned and not, of every op and backend or the named ones, and runs each call that wants a binary
+which no call before it does. It compares nothing: a sanitizer slows kernels down a hundredfold, and
+the references are what would take the time.
 
 --smallest gives each binary the smallest of its cases. synccheck (2025.3) itself reads memory that
 is not there as soon as two clusters of sixteen blocks share SMs, if a block so much as waits at an
 mbarrier of its own; few rows keep clusters apart.
 
 --part N/OF runs every OF-th of these calls, from the N-th on: all parts side by side are the whole,
-for ops whose binaries take long to compile.
+for ops whose binaries take long to compile. The call under way stands on the standard error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright import dispatch
+from tilewright.dims import meta_inputs
 from tilewright.library import call
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Args, Case, Op, as_tuple
+from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
 from tilewright.verify.checks import Context, edge_cases
@@ -40,8 +42,75 @@ from tilewright.verify.compare import with_leaves
 from tilewright.verify.runner import backends_on
 
 
-def binaries(op: Op, args: Args, backend: str) -> set[str]:
-    """What the launchers of this call would compile, as text."""
+@dataclass(frozen=True)
+class Call:
+    """One call, and what it wants that no call before it did."""
+
+    context: Context
+    case: Case
+    dtype: torch.dtype
+    aligned: bool
+    new: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        name = f"{self.context.op.name} {self.context.backend}: {self.case.name} {dtype}"
+        return name if self.aligned else f"{name} misaligned"
+
+    def laid(self, args: Args) -> Args:
+        return args if self.aligned else tuple(map(_misaligned, args))
+
+
+class Blank:
+    """Tensors without values, all over the same memory: launchers look at layouts and addresses."""
+
+    def __init__(self, device: str) -> None:
+        self._memory = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def over(self, args: Args) -> Args:
+        """Tensors on the meta device become tensors that have an address."""
+        return tuple(self._placed(a) if isinstance(a, torch.Tensor) else a for a in args)
+
+    def _placed(self, a: torch.Tensor) -> torch.Tensor:
+        wanted = a.untyped_storage().nbytes()
+        if wanted > len(self._memory):  # a multiple of every element's size
+            self._memory = self._memory.new_zeros(-(-wanted // 16) * 16)
+        return self._memory.view(a.dtype).as_strided(a.shape, a.stride(), a.storage_offset())
+
+
+def calls(pairs: Iterable[tuple[str, str]], device: str, smallest: bool) -> Iterator[Call]:
+    """The calls that between them want every binary, each at least one that is new."""
+    blank = Blank(device)
+    seen: dict[str, set[str]] = {}  # backends share binaries
+    for name, backend in pairs:
+        context = Context(registry()[name], backend, device, False, 0, 0)
+        edge = edge_cases(context)
+        if smallest:
+            edge.sort(key=size)
+        for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
+            one = Call(context, case, dtype, aligned)
+            args = one.laid(meta_inputs(context.op, case.dims, dtype))
+            if not context.serves(blank.over(args)):
+                continue
+            wanted = binaries(context.op, args, backend, blank)
+            new = wanted - seen.setdefault(name, set())
+            seen[name] |= wanted
+            if new:
+                yield Call(context, case, dtype, aligned, frozenset(new))
+
+
+def binaries(op: Op, args: Args, backend: str, blank: Blank) -> set[str]:
+    """What both phases of this call would compile, as text."""
+    forward, outputs = blank.over(args), blank.over(as_tuple(op.outputs(*on_meta(args))))
+    wanted = _asked(op, forward, backend)
+    if op.autograd is not None:
+        backward = op.autograd.op
+        twin = backend if backward.backend(backend) else backward.backends[0].name
+        wanted |= _asked(backward, op.backward_call(forward, outputs, outputs), twin)
+    return wanted
+
+
+def _asked(op: Op, args: Args, backend: str) -> set[str]:
     choice = dispatch.choose(op, args, backend=backend)
     with recording.recording() as requests:
         dispatch.load(choice.backend.entry)(choice.gpu, *args)
@@ -53,28 +122,16 @@ def _binary(request: recording.Request) -> str:
     return repr((recording.kernel_name(request), pointers, request.constants, request.options))
 
 
-def touch(
-    op: Op, args: Args, backend: str, seen: set[str], is_ours: Callable[[], bool] = lambda: True
-) -> int:
-    """Run the call, both phases it has, unless all it needs has run, or `is_ours` leaves it to
-    somebody else. Returns the new binaries that ran."""
-    outputs = as_tuple(op.outputs(*args))
-    wanted = binaries(op, args, backend)
-    if op.autograd is not None:
-        backward = op.autograd.op
-        twin = backend if backward.backend(backend) else backward.backends[0].name
-        wanted |= binaries(backward, op.backward_call(args, outputs, outputs), twin)
-    new = len(wanted - seen)
-    seen |= wanted
-    if not new or not is_ours():
-        return 0
+def run(one: Call) -> None:
+    """Both phases that the call has."""
+    op, backend = one.context.op, one.context.backend
+    args = one.laid(one.context.inputs(one.case.dims, one.dtype, 0))
     if op.autograd is None:
         call(op, args, backend)
     else:
         given, leaves = with_leaves(op, args)
         results = as_tuple(call(op, given, backend))
         torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
-    return new
 
 
 def _misaligned(a: Any) -> Any:
@@ -117,26 +174,14 @@ def main(arguments: list[str]) -> int:
     for idle in [name for name in names if not any(name in pair for pair in pairs)]:
         print(f"touch: {idle} has nothing to run; no op that is named has a backend that is.")
         return 2
-    ran: Counter[tuple[str, str]] = Counter()
-    seen: dict[str, set[str]] = {name: set() for name, _ in pairs}  # backends share binaries
-    turns = itertools.count()
-
-    def is_ours() -> bool:
-        return next(turns) % parts == part - 1
-
-    for name, backend in pairs:
-        op = registry()[name]
-        context = Context(op, backend, "cuda", False, 0, 0)
-        edge = edge_cases(context)
-        if smallest:
-            edge.sort(key=size)
-        for case, dtype, aligned in itertools.product(edge, FLOATS, (True, False)):
-            args = context.inputs(case.dims, dtype, 0)
-            if not aligned:
-                args = tuple(map(_misaligned, args))
-            if context.serves(args):
-                ran[name, backend] += touch(op, args, backend, seen[name], is_ours)
-    torch.cuda.synchronize()
+    plan = list(calls(pairs, "cuda", smallest))
+    ran = Counter({(one.context.op.name, one.context.backend): 0 for one in plan})
+    ours = plan[part - 1 :: parts]
+    for turn, one in enumerate(ours, 1):
+        print(f"{turn}/{len(ours)} {one}", file=sys.stderr, flush=True)
+        run(one)
+        torch.cuda.synchronize()
+        ran[one.context.op.name, one.context.backend] += len(one.new)
     for (name, backend), count in ran.items():
         print(f"{name} {backend}: {count} binaries, forward and backward")
     return 0

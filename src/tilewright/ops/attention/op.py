@@ -466,21 +466,31 @@ def _edges() -> Iterator[Case]:
 
 
 def _with_much_work() -> Iterator[Case]:
-    """Scores enough for TMA in both passes, and tokens that fill no tile and no 16 bytes."""
-    for dim, batch in ((64, 16), (128, 16), (256, 17)):
-        many = {"shape": (batch, 16, 517, dim), "kv_heads": 4}
-        yield Case(f"much-{dim}", many)
-        yield Case(f"much-{dim}-causal", {**many, "causal": True, "value_dim": 64})
-    many = {"shape": (16, 517, 16, 64), "layout": "bshd", "kv_heads": 2}
-    yield Case("much-window", {**many, "window": (100, 20), "sinks": True})
-    yield Case("much-seq-lens", {**many, "seq_lens": True, "causal": True})
-    packed = {"shape": (4137, 8, 64), "layout": "thd", "lengths": (1021, 0, 1, 2099, 1016)}
-    yield Case("much-thd", packed)
+    """Scores enough for TMA in both passes; and few of the same, for binaries that do without it:
+    a sanitizer takes minutes for many."""
+    yield from _by_work("much", 17, 517, (1021, 0, 1, 2099, 1016), (1379, 1379, 1379))
+    yield from _by_work("few", 2, 133, (61, 0, 1, 133, 68), (88, 88, 88))
+
+
+def _by_work(
+    name: str, batch: int, tokens: int, lengths: tuple[int, ...], even: tuple[int, ...]
+) -> Iterator[Case]:
+    """Tokens that fill no tile and no 16 bytes."""
+    for dim in (64, 128, 256):
+        many = {"shape": (batch, 16, tokens, dim), "kv_heads": 4}
+        yield Case(f"{name}-{dim}", many)
+        yield Case(f"{name}-{dim}-causal", {**many, "causal": True, "value_dim": 64})
+    many = {"shape": (batch, tokens, 16, 64), "layout": "bshd", "kv_heads": 2}
+    yield Case(f"{name}-window", {**many, "window": (100, 20), "sinks": True})
+    yield Case(f"{name}-seq-lens", {**many, "seq_lens": True, "causal": True})
+    packed = {"shape": (sum(lengths), 8, 64), "layout": "thd", "lengths": lengths}
+    yield Case(f"{name}-thd", packed)
     for dim in (128, 256):
-        yield Case(f"much-thd-{dim}", {**packed, "shape": (4137, 4, dim), "causal": True})
-    even = {**packed, "shape": (4137, 16, 64), "lengths": (1379, 1379, 1379)}
-    yield Case("much-thd-even", {**even, "causal": True})
-    yield Case("much-thd-causal", {**packed, "causal": True, "kv_heads": 2, "sinks": True})
+        wide = {**packed, "shape": (sum(lengths), 4, dim)}
+        yield Case(f"{name}-thd-{dim}", {**wide, "causal": True})
+    alike = {**packed, "shape": (sum(even), 16, 64), "lengths": even}
+    yield Case(f"{name}-thd-even", {**alike, "causal": True})
+    yield Case(f"{name}-thd-causal", {**packed, "causal": True, "kv_heads": 2, "sinks": True})
 
 
 FLOAT32 = {"bias_dtype": torch.float32}
@@ -533,7 +543,7 @@ def _by_model() -> Iterator[Case]:
 PLANS = re.compile(
     r"head-(24|40|96|192)|tokens-(3|15|31|32|63|64|127|128)|.*-full|values-40|bias-.*-masks"
     r"|window-.*-causal|alibi-.*-top-left|sinks-float32|softcap-30|logits-1.*|many-heads"
-    r"|too-many-for-y|everything-.*|much-.*|kv-heads-4|.*-by-(16|17|64)(-top-left)?"
+    r"|too-many-for-y|everything-.*|(much|few)-.*|kv-heads-4|.*-by-(16|17|64)(-top-left)?"
 )
 CASES = (
     *(replace(c, group="plan") if PLANS.fullmatch(c.name) else c for c in _edges()),
