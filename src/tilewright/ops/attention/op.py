@@ -468,27 +468,27 @@ def _edges() -> Iterator[Case]:
 def _with_much_work() -> Iterator[Case]:
     """Scores enough for TMA in both passes; and few of the same, for binaries that do without it:
     a sanitizer takes minutes for many."""
-    yield from _by_work("much", 17, 517, (1021, 0, 1, 2099, 1016), (1379, 1379, 1379))
-    yield from _by_work("few", 2, 133, (61, 0, 1, 133, 68), (88, 88, 88))
+    yield from _by_work("much", 17, 16, 517, (1021, 0, 1, 2099, 1016), (1379, 1379, 1379))
+    yield from _by_work("few", 2, 4, 133, (61, 0, 1, 133, 68), (88, 88, 88))
 
 
 def _by_work(
-    name: str, batch: int, tokens: int, lengths: tuple[int, ...], even: tuple[int, ...]
+    name: str, batch: int, heads: int, tokens: int, lengths: tuple[int, ...], even: tuple[int, ...]
 ) -> Iterator[Case]:
     """Tokens that fill no tile and no 16 bytes."""
     for dim in (64, 128, 256):
-        many = {"shape": (batch, 16, tokens, dim), "kv_heads": 4}
+        many = {"shape": (batch, heads, tokens, dim), "kv_heads": heads // 4}
         yield Case(f"{name}-{dim}", many)
         yield Case(f"{name}-{dim}-causal", {**many, "causal": True, "value_dim": 64})
-    many = {"shape": (batch, tokens, 16, 64), "layout": "bshd", "kv_heads": 2}
+    many = {"shape": (batch, tokens, heads, 64), "layout": "bshd", "kv_heads": 2}
     yield Case(f"{name}-window", {**many, "window": (100, 20), "sinks": True})
     yield Case(f"{name}-seq-lens", {**many, "seq_lens": True, "causal": True})
-    packed = {"shape": (sum(lengths), 8, 64), "layout": "thd", "lengths": lengths}
+    packed = {"shape": (sum(lengths), heads // 2, 64), "layout": "thd", "lengths": lengths}
     yield Case(f"{name}-thd", packed)
     for dim in (128, 256):
-        wide = {**packed, "shape": (sum(lengths), 4, dim)}
+        wide = {**packed, "shape": (sum(lengths), heads // 4, dim)}
         yield Case(f"{name}-thd-{dim}", {**wide, "causal": True})
-    alike = {**packed, "shape": (sum(even), 16, 64), "lengths": even}
+    alike = {**packed, "shape": (sum(even), heads, 64), "lengths": even}
     yield Case(f"{name}-thd-even", {**alike, "causal": True})
     yield Case(f"{name}-thd-causal", {**packed, "causal": True, "kv_heads": 2, "sinks": True})
 
