@@ -26,7 +26,7 @@ from planted import FEATURES, RANDOM, RANDOM_ELSE
 from tilewright import dispatch, gpu
 from tilewright.dims import meta_inputs
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Case, Op, Rounding
+from tilewright.spec import FLOATS, Op, Rounding
 from tilewright.verify import (
     CHECKS,
     Context,
@@ -36,7 +36,6 @@ from tilewright.verify import (
     layouts,
     offsets,
     plan,
-    touch,
 )
 from tilewright.verify.checks import BASE, _relaid, edge_cases, layouts_of
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
@@ -578,120 +577,6 @@ def test_the_interpreter_repeats_less_to_the_same_effect() -> None:
     assert 0 < 2 * fits < all_fits
     assert results == as_ever == once_more
     assert len(results) == 8
-
-
-TOUCH = """
-import sys
-from tilewright.ops import registry
-from tilewright.spec import as_tuple
-from tilewright.verify import touch
-
-def asked(op, args, backend):  # of tensors with values
-    outputs, wanted = as_tuple(op.outputs(*args)), touch._asked(op, args, backend)
-    if op.autograd is not None:
-        call = op.backward_call(args, outputs, outputs)
-        wanted |= touch._asked(op.autograd.op, call, "triton")
-    return wanted
-
-for name in sys.argv[1:]:
-    seen, aligned = set(), set()
-    for one in touch.calls([(name, "triton")], "cpu", smallest=True):
-        aligned.add(one.aligned)
-        assert one.new and not one.new & seen, one
-        seen |= one.new
-        if touch.size(one.case) <= 2**16:
-            args = one.laid(one.context.inputs(one.case.dims, one.dtype, 0))
-            assert one.new <= asked(one.context.op, args, "triton"), one
-    assert len(aligned) == 2
-    print(name, len(seen))
-"""
-
-
-def test_touch_asks_for_every_binary_once() -> None:
-    """What a sanitizer watches; in the interpreter, where a binary is a launch choice."""
-    ops = ("rms_norm", "rope", "attention")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", TOUCH, *ops]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split()[::2] == list(ops), done.stderr[-1000:]
-
-
-def test_touch_runs_both_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    op, phases = registry()["rms_norm"], []
-    both = dispatch.load
-
-    def noted(entry: str) -> Any:
-        phases.append(entry)
-        return both(entry)
-
-    monkeypatch.setattr(dispatch, "load", noted)
-    context = Context(op, "torch", "cpu", False, 0, 0)
-    touch.run(touch.Call(context, Case("some", {"shape": (3, 64)}), torch.float16, aligned=False))
-    assert [entry.split(":")[1] for entry in phases] == ["rms_norm", "rms_norm_backward"]
-
-
-@pytest.mark.parametrize("smallest", [False, True], ids=["declared", "smallest"])
-def test_touch_can_begin_with_the_smallest(smallest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def noted(_: Any, dims: Any, *__: Any) -> tuple[torch.Tensor]:
-        sizes.append(math.prod(dims["shape"]))
-        return (torch.empty(2, 8, device="meta"),)
-
-    monkeypatch.setattr(touch, "meta_inputs", noted)
-    monkeypatch.setattr(Context, "serves", lambda *_: False)  # nothing is run
-    assert list(touch.calls([("softmax", "cuda_v1")], "cpu", smallest)) == []
-    assert (sizes == sorted(sizes)) is smallest
-
-
-def test_the_parts_of_a_touch_are_the_whole(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each call is one part's."""
-    context = Context(registry()["softmax"], "cuda_v1", "cuda", False, 0, 0)
-    plan = [
-        touch.Call(context, Case(name, {"shape": (1,)}), torch.float16, True, frozenset((name, "")))
-        for name in "0123456"
-    ]
-    monkeypatch.setattr(touch, "calls", lambda *_: plan)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    ran: list[str] = []
-    monkeypatch.setattr(touch, "run", lambda one: ran.append(one.case.name))
-    parts = []
-    for part in (None, "1/3", "2/3", "3/3"):
-        ran.clear()
-        assert touch.main([*(["--part", part] if part else []), "softmax", "cuda_v1"]) == 0
-        parts.append("".join(ran))
-    assert parts == ["0123456", "036", "14", "25"]
-    counts = re.findall(r"softmax cuda_v1: (\d+) binaries", capsys.readouterr().out)
-    assert counts == ["14", "6", "4", "4"]
-
-
-@pytest.mark.parametrize("part", [[], ["softmax"], ["0/3"], ["4/3"], ["1/3/4"]], ids=str)
-def test_touch_refuses_a_part_that_is_none(
-    part: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert touch.main(["softmax", "--part", *part]) == 2
-    assert "3/15" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("names", "idle"),
-    [
-        (["cuda", "cdua"], "'cdua'"),
-        (["relu", "cuda"], "relu"),
-        (["relu", "softmax", "cuda_v2"], "relu"),
-        (["--smalest", "softmax"], "'--smalest'"),
-        (["--smallest", "cdua"], "'cdua'"),
-        (["softmax", "cuda_v1", "cuda"], "cuda"),
-    ],
-)
-def test_touch_refuses_names_that_leave_it_idle(
-    names: list[str], idle: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A sanitizer that watched nothing would report no error."""
-    assert touch.main(names) == 2
-    assert idle in capsys.readouterr().out.split(";")[0]
 
 
 @pytest.mark.skipif(

@@ -25,7 +25,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def calls(pairs: Iterable[tuple[str, str]], device: str, smallest: bool) -> Iter
             new = wanted - seen.setdefault(name, set())
             seen[name] |= wanted
             if new:
-                yield Call(context, case, dtype, aligned, frozenset(new))
+                yield replace(one, new=frozenset(new))
 
 
 def binaries(op: Op, args: Args, backend: str, blank: Blank) -> set[str]:
@@ -173,6 +173,9 @@ def main(arguments: list[str]) -> int:
     ]
     for idle in [name for name in names if not any(name in pair for pair in pairs)]:
         print(f"touch: {idle} has nothing to run; no op that is named has a backend that is.")
+        return 2
+    if not torch.cuda.is_available():
+        print("touch: torch sees no GPU here, and a sanitizer watches kernels that run on one.")
         return 2
     plan = list(calls(pairs, "cuda", smallest))
     ran = Counter({(one.context.op.name, one.context.backend): 0 for one in plan})
