@@ -1,4 +1,5 @@
-"""What verify does not ask of attention's kernels: TMA, loose small tensors, spare tokens, grids.
+"""What verify does not ask of attention's kernels: TMA, loose small tensors, spare tokens, grids,
+and that each launch choice is compiled.
 
 Kernels run in Triton's interpreter, which is chosen before Triton is imported: in a process of its
 own.
@@ -10,13 +11,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tilewright
-from tilewright import attending
+from tilewright import attending, gpu, matrix
 from tilewright.dims import meta_inputs
+from tilewright.matrix import Ledger
 from tilewright.ops.attention import op, triton_backward_impl, triton_impl
 from tilewright.toolkit import attention_call
 
@@ -77,7 +80,7 @@ def test_the_gradient_of_the_widest_heads_needs_large_blocks(on: str, serves: st
 
 BY_TMA = """
 import torch, tilewright
-from tilewright import attending
+from tilewright import attending, gpu, matrix
 from tilewright.ops.attention import op, triton_backward_impl, triton_impl
 from tilewright.verify import Context, checks
 from tilewright.verify.interpreter import without_repetition
@@ -142,7 +145,7 @@ def test_large_calls_take_tma() -> None:
 
 def test_the_cases_with_much_work_reach_tma() -> None:
     named = {case.name: case for case in op.CASES if case.name.startswith("much-")}
-    assert len(named) == 13
+    assert len(named) == 14
     for case in named.values():
         q, k, *_, max_q, max_k, _ = meta_inputs(op.OP, case.dims, torch.bfloat16)
         ends = meta_inputs(op.OP, case.dims, torch.bfloat16)[6]
@@ -150,6 +153,53 @@ def test_the_cases_with_much_work_reach_tma() -> None:
         heads = q.shape[attending.HEADS[case.dims.get("layout", "bhsd")]]
         assert batch * heads * max_q * max_k >= triton_impl.MUCH > triton_backward_impl.MUCH
         assert max_q % 4
+
+
+Choice = tuple[int, Any, bool, bool]  # columns, Launch, by TMA, of float32
+
+
+def compiled(kernel: str, launch: Any) -> set[Choice]:
+    """What the compile matrix takes of a kernel."""
+    found = set()
+    for wanted in matrix.reachable(["attention"]):
+        if wanted.kernel == kernel:
+            c, o = dict(wanted.request.constants), dict(wanted.request.options)
+            sizes = c["ROWS"], c["KEYS"], o["num_warps"], o["num_stages"]
+            limits = (o["maxnreg"],) if "maxnreg" in o else ()
+            columns = max(64, c["COLUMNS"], c["VALUE_COLUMNS"])
+            tma, floats = c.get("TMA", False), wanted.dtype == "float32"
+            found.add((columns, launch(*sizes, *limits), tma, floats))
+    return found
+
+
+def test_every_choice_of_the_forward_is_compiled() -> None:
+    forward = triton_impl
+    tables = [(forward.BY_TMA, True, False), (forward.FEW, True, False)]
+    tables += [(forward.BY_POINTERS, False, False), (forward.SMALL, False, False)]
+    tables += [(forward.FLOATS, False, True)]
+    listed = {(n, one, *how) for table, *how in tables for n, one in table.items()}
+    assert listed == compiled("_attend", forward.Launch)
+
+
+@pytest.mark.parametrize("kernel", ["keys", "queries", "bias"])
+def test_every_choice_of_the_backward_is_compiled(kernel: str) -> None:
+    backward = triton_backward_impl
+    tables = [(backward.BY_TMA, True, False), (backward.BY_TMA_ON_100, True, False)]
+    tables += [(backward.SMALL, False, False), (backward.FLOATS, False, True)]
+    listed = {(n, getattr(plan, kernel), *how) for t, *how in tables for n, plan in t.items()}
+    listed = {choice for choice in listed if choice[1] is not None}
+    assert listed == compiled(f"_grad_{kernel}", backward.Launch)
+
+
+def test_three_blocks_of_the_limited_key_gradient_share_an_sm() -> None:
+    known = Ledger(SOURCE.parent / "results" / "compile").known.values()
+    limited = [b for b in known if b.kernel == "_grad_keys" and "maxnreg" in b.choice]
+    on_hopper = [b for b in limited if b.sm == 90]
+    assert on_hopper
+    for built in on_hopper:
+        threads = 32 * triton_backward_impl.BY_TMA[64].keys.warps
+        assert 3 * threads * built.registers <= 65536, built
+        assert 3 * (built.shared + 1024) <= gpu.arch_of(90).shared_per_sm, built
 
 
 @pytest.mark.parametrize(

@@ -454,6 +454,17 @@ def test_a_triton_kernel_that_spills_is_a_violation(
     assert "spills" in violation
 
 
+@pytest.mark.parametrize(("limit", "spills"), [((), False), ((("maxnreg", 32),), True)])
+def test_a_limit_of_registers_makes_a_triton_kernel_spill(
+    limit: Any, spills: bool, everything: list[Wanted]
+) -> None:
+    wanted = next(w for w in everything if w.sm == 90 and w.kernel == "_softmax_rows")
+    constants = tuple((k, 8192 if k == "BLOCK" else 1) for k, _ in wanted.request.constants)
+    options = tuple((k, 8 if k == "num_warps" else v) for k, v in wanted.request.options)
+    built = matrix.build(changed(wanted, constants=constants, options=(*options, *limit)))
+    assert (built.spills > 0, "spills" in built.violation) == (spills, spills)
+
+
 @pytest.mark.parametrize(
     ("may_spill", "violation"), [(0, "spills 64 bytes"), (63, "spills 64 bytes"), (64, "")]
 )

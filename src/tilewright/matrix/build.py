@@ -104,8 +104,8 @@ def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
     compiled = triton.compile(source, target=target, options=options.__dict__)
     registers, stack = _usage(compiled.asm["cubin"])
     # A stack below the register cap is the frame of a call (a correctly rounded division makes
-    # one); the assembler spills only when the registers of a block run out.
-    cap = min(255, 65536 // (32 * compiled.metadata.num_warps))
+    # one); the assembler spills only when a thread may have no more registers.
+    cap = min(options.maxnreg or 255, 255, 65536 // (32 * compiled.metadata.num_warps))
     spills = stack if registers > cap - 8 else 0
     return registers, spills, compiled.metadata.shared, compiled.asm["ptx"]
 

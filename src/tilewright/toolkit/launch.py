@@ -48,6 +48,7 @@ def bind(
     aligned: bool,
     num_warps: int,
     num_stages: int = 1,
+    registers: int | None = None,
     absent: int = 0,
     makes: Callable[[], torch.Tensor] | None = None,
 ) -> Run:
@@ -56,9 +57,10 @@ def bind(
     The kernel's parameters are `tensors`, `absent` more pointers that are always null, `scalars`,
     then `constants` by name. A dtype stands for an output that does not exist yet, a `Described`
     for a tensor that the kernel gets as a TMA descriptor. `aligned` says that every pointer is a
-    multiple of 16 bytes; if not, the binary assumes it of none, so that one serves all. With
-    `makes`, an allocator, `run` takes the tensors after the first, makes that one and returns it;
-    what follows the tensors in a call is ignored.
+    multiple of 16 bytes; if not, the binary assumes it of none, so that one serves all. `registers`
+    is the most that a thread may have, for more blocks on an SM. With `makes`, an allocator, `run`
+    takes the tensors after the first, makes that one and returns it; what follows the tensors in a
+    call is ignored.
     """
     full_grid: Any = (*grid, 1, 1)[:3]
     name = getattr(kernel, "__name__", None) or kernel.fn.__name__
@@ -66,6 +68,8 @@ def bind(
         raise LaunchError(f"{name}: grid {full_grid} exceeds what CUDA can launch, {MAX_GRID}")
     # Explicit, because Triton's default is about to change and it warns until told.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if registers is not None:
+        options["maxnreg"] = registers
     rest = (*[None] * absent, *scalars)
     pointers = tuple(_pointer(t, aligned) for t in tensors)
     described = {i: pointers[i] for i, t in enumerate(tensors) if isinstance(t, Described)}

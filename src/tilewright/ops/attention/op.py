@@ -480,6 +480,8 @@ def _by_work(
         many = {"shape": (batch, heads, tokens, dim), "kv_heads": heads // 4}
         yield Case(f"{name}-{dim}", many)
         yield Case(f"{name}-{dim}-causal", {**many, "causal": True, "value_dim": 64})
+    wide = {"shape": (batch, heads, tokens, 512), "kv_heads": heads // 4}
+    yield Case(f"{name}-512", {**wide, "window": (40, 0)})  # its tiles are small: few of many
     many = {"shape": (batch, tokens, heads, 64), "layout": "bshd", "kv_heads": 2}
     yield Case(f"{name}-window", {**many, "window": (100, 20), "sinks": True})
     yield Case(f"{name}-seq-lens", {**many, "seq_lens": True, "causal": True})
@@ -549,10 +551,12 @@ CASES = (
     *(replace(c, group="plan") if PLANS.fullmatch(c.name) else c for c in _edges()),
     *(*_by_model(), *_sweep(), *_sparse()),
 )
-# One case of each kind of binary: all would be thousands, flags apart that share a launch choice.
+# One case of each kind of binary and each launch choice: all would be thousands, flags apart.
 COMPILED = (
-    *("kv-heads-2", "tokens-16", "head-256", "head-512", "bshd-everything"),
-    *("D128 T8192 causal", "16 skewed lengths causal"),
+    *("kv-heads-2", "tokens-16", "head-128", "head-256", "head-512"),
+    *("bshd-everything", "everything-128", "everything-256", "everything-512"),
+    *("D64 T512 causal", "D64 T8192 causal", "D128 T8192 causal", "D256 T8192 causal", "much-512"),
+    *("much-thd", "16 skewed lengths causal", "much-thd-256"),
 )
 
 

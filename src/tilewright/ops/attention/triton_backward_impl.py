@@ -43,26 +43,29 @@ class Launch:
     keys: int
     warps: int
     stages: int
+    registers: int | None = None  # of a thread, at most
 
 
 @dataclass(frozen=True)
 class Plan:
     keys: Launch  # of _grad_keys, which holds keys
     queries: Launch  # of _grad_queries, which holds rows
-    bias: Launch
+    bias: Launch | None = None  # of _grad_bias, which takes no TMA
 
 
 # By the width of a tile, the wider of q's and v's. Measured on an H200, 2026-11.
-BIAS = Launch(32, 32, 4, 1)
 TINY = Launch(16, 16, 8, 1)
 BY_TMA = {
-    64: Plan(Launch(128, 64, 4, 2), Launch(64, 64, 4, 3), BIAS),
-    128: Plan(Launch(64, 64, 4, 2), Launch(128, 64, 8, 3), BIAS),
-    256: Plan(Launch(64, 64, 8, 2), Launch(128, 32, 8, 2), BIAS),
-    512: Plan(TINY, Launch(32, 16, 8, 1), TINY),
+    64: Plan(Launch(64, 64, 4, 3, registers=168), Launch(64, 64, 4, 3)),  # three blocks on an SM
+    128: Plan(Launch(64, 64, 4, 2), Launch(128, 64, 8, 3)),
+    256: Plan(Launch(64, 64, 8, 2), Launch(128, 32, 8, 2)),
+    512: Plan(TINY, Launch(32, 16, 8, 1)),
 }
+# Two stages of 256 columns are more than a block of SM 100 has. Compiled for, not tuned.
+BY_TMA_ON_100 = BY_TMA | {256: Plan(Launch(64, 64, 8, 1), BY_TMA[256].queries)}
 # Without TMA addresses take registers, as softcap, ALiBi and a bias do; and blocks of SM 86, 89 and
 # 120 have 99 KB. Compiled for, not tuned.
+BIAS = Launch(32, 32, 4, 1)
 SMALL = {
     64: Plan(Launch(32, 64, 4, 2), Launch(64, 32, 4, 2), BIAS),
     128: Plan(Launch(32, 32, 4, 1), Launch(64, 32, 4, 1), BIAS),
@@ -83,9 +86,12 @@ MUCH = 2**24  # scores: below, encoding descriptors on the host takes longer tha
 
 def launch(columns: int, dtype: torch.dtype, tma: bool, gpu: Gpu) -> Plan:
     """For tiles of so many columns."""
+    narrow = max(columns, 64)
     if dtype == torch.float32:
-        return FLOATS[max(columns, 64)]
-    return (BY_TMA if tma else SMALL)[max(columns, 64)]
+        return FLOATS[narrow]
+    if not tma:
+        return SMALL[narrow]
+    return (BY_TMA if gpu.sm < 100 else BY_TMA_ON_100)[narrow]
 
 
 def refuses(
@@ -202,6 +208,7 @@ def _bind_keys(g: _Given, dk: Heads, dv: Heads) -> Callable[..., None]:
         aligned=g.vec > 1,
         num_warps=choice.warps,
         num_stages=choice.stages,
+        registers=choice.registers,
     )  # fmt: skip
 
 
@@ -225,11 +232,13 @@ def _bind_queries(g: _Given, dq: Heads) -> Callable[..., None]:
         aligned=g.vec > 1,
         num_warps=choice.warps,
         num_stages=choice.stages,
+        registers=choice.registers,
     )  # fmt: skip
 
 
 def _bind_bias(g: _Given, bias: torch.Tensor) -> Callable[..., None]:
     call, choice = g.call, g.plan.bias
+    assert choice is not None
     batches, heads, height, width = bias.shape
     shared = [height == 1 and call.rows > 1, width == 1 and call.keys > 1]
     held = programs(height, choice.rows), programs(width, choice.keys)
@@ -249,6 +258,7 @@ def _bind_bias(g: _Given, bias: torch.Tensor) -> Callable[..., None]:
         aligned=g.vec > 1,
         num_warps=choice.warps,
         num_stages=choice.stages,
+        registers=choice.registers,
     )  # fmt: skip
 
 
