@@ -19,7 +19,6 @@ import torch
 import tilewright
 from tilewright import attending, gpu, matrix
 from tilewright.dims import meta_inputs
-from tilewright.matrix import Ledger
 from tilewright.ops.attention import op, triton_backward_impl, triton_impl
 from tilewright.toolkit import attention_call
 
@@ -80,7 +79,7 @@ def test_the_gradient_of_the_widest_heads_needs_large_blocks(on: str, serves: st
 
 BY_TMA = """
 import torch, tilewright
-from tilewright import attending, gpu, matrix
+from tilewright import attending
 from tilewright.ops.attention import op, triton_backward_impl, triton_impl
 from tilewright.verify import Context, checks
 from tilewright.verify.interpreter import without_repetition
@@ -155,7 +154,8 @@ def test_the_cases_with_much_work_reach_tma() -> None:
         assert max_q % 4
 
 
-Choice = tuple[int, Any, bool, bool]  # columns, Launch, by TMA, of float32
+Choice = tuple[int, int, Any, bool, bool]  # SM, columns, Launch, by TMA, of float32
+SMS = (80, 86, 89, 90, 100, 120)
 
 
 def compiled(kernel: str, launch: Any) -> set[Choice]:
@@ -168,36 +168,42 @@ def compiled(kernel: str, launch: Any) -> set[Choice]:
             limits = (o["maxnreg"],) if "maxnreg" in o else ()
             columns = max(64, c["COLUMNS"], c["VALUE_COLUMNS"])
             tma, floats = c.get("TMA", False), wanted.dtype == "float32"
-            found.add((columns, launch(*sizes, *limits), tma, floats))
+            found.add((wanted.sm, columns, launch(*sizes, *limits), tma, floats))
     return found
 
 
 def test_every_choice_of_the_forward_is_compiled() -> None:
-    forward = triton_impl
-    tables = [(forward.BY_TMA, True, False), (forward.FEW, True, False)]
-    tables += [(forward.BY_POINTERS, False, False), (forward.SMALL, False, False)]
-    tables += [(forward.FLOATS, False, True)]
-    listed = {(n, one, *how) for table, *how in tables for n, one in table.items()}
-    assert listed == compiled("_attend", forward.Launch)
+    of = triton_impl
+    listed = set()
+    for sm in SMS:
+        tables = [(of.SMALL, False, False), (of.FLOATS, False, True)]
+        if sm in (90, 100):  # large blocks
+            tables += [(of.BY_TMA, True, False), (of.FEW, True, False)]
+            tables += [(of.BY_POINTERS, False, False)]
+        listed |= {(sm, n, one, *how) for table, *how in tables for n, one in table.items()}
+    assert listed == compiled("_attend", of.Launch)
 
 
 @pytest.mark.parametrize("kernel", ["keys", "queries", "bias"])
 def test_every_choice_of_the_backward_is_compiled(kernel: str) -> None:
-    backward = triton_backward_impl
-    tables = [(backward.BY_TMA, True, False), (backward.BY_TMA_ON_100, True, False)]
-    tables += [(backward.SMALL, False, False), (backward.FLOATS, False, True)]
-    listed = {(n, getattr(plan, kernel), *how) for t, *how in tables for n, plan in t.items()}
-    listed = {choice for choice in listed if choice[1] is not None}
-    assert listed == compiled(f"_grad_{kernel}", backward.Launch)
+    of = triton_backward_impl
+    listed = set()
+    for sm in SMS:
+        by_tma = {90: of.BY_TMA, 100: of.BY_TMA_ON_100}.get(sm, {})
+        floats = {n: plan for n, plan in of.FLOATS.items() if n < 512 or sm in (80, 90, 100)}
+        tables = [(by_tma, True, False), (of.SMALL, False, False), (floats, False, True)]
+        plans = [(n, plan, how) for table, *how in tables for n, plan in table.items()]
+        choices = [(sm, n, getattr(plan, kernel), *how) for n, plan, how in plans]
+        listed |= {choice for choice in choices if choice[2] is not None}
+    assert listed == compiled(f"_grad_{kernel}", of.Launch)
 
 
-def test_three_blocks_of_the_limited_key_gradient_share_an_sm() -> None:
-    known = Ledger(SOURCE.parent / "results" / "compile").known.values()
-    limited = [b for b in known if b.kernel == "_grad_keys" and "maxnreg" in b.choice]
-    on_hopper = [b for b in limited if b.sm == 90]
-    assert on_hopper
-    for built in on_hopper:
-        threads = 32 * triton_backward_impl.BY_TMA[64].keys.warps
+def test_three_blocks_with_a_limit_of_registers_share_an_sm() -> None:
+    every = matrix.reachable(["attention"], [90, 100])
+    limited = [w for w in every if "maxnreg" in dict(w.request.options)]
+    assert {(w.sm, w.kernel) for w in limited} == {(90, "_grad_keys")}
+    for wanted in limited:
+        built, threads = matrix.build(wanted), 32 * dict(wanted.request.options)["num_warps"]
         assert 3 * threads * built.registers <= 65536, built
         assert 3 * (built.shared + 1024) <= gpu.arch_of(90).shared_per_sm, built
 

@@ -296,9 +296,10 @@ def compiled(root: Path) -> str:
     rows = []
     for compiler, binaries in sorted(by_compiler.items()):
         sms = ", ".join(map(str, sorted({b.sm for b in binaries})))
+        spilling = sum(b.spills > 0 for b in binaries)
         violations = sum(bool(b.violation) for b in binaries)
-        rows.append((compiler, sms, f"{len(binaries):,}", f"{violations:,}"))
-    return _table(("compiler", "SMs", "binaries", "violations"), rows)
+        rows.append((compiler, sms, f"{len(binaries):,}", f"{spilling:,}", f"{violations:,}"))
+    return _table(("compiler", "SMs", "binaries", "spilling", "violations"), rows)
 
 
 def performance(found: Record) -> str:

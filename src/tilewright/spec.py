@@ -146,7 +146,7 @@ class Op:
     cases: tuple[Case, ...] = ()
     compiled: tuple[str, ...] = ()
     """The cases that the compile matrix takes, where all would be too many: the first in every
-    dtype, aligned and not, the others in bfloat16 and float32. None: all."""
+    dtype, the others in bfloat16 and float32; edge cases aligned and not. None: all."""
     sample: Callable[..., Mapping[str, Any]] | None = None  # (random.Random) -> dims
     cost: Callable[..., Cost] | None = None  # (dims, dtype) -> Cost
     as_called: Callable[..., Any] | None = None

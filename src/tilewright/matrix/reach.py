@@ -97,7 +97,7 @@ def _calls(op: Op) -> Iterator[Call]:
         if every or dtype != torch.float16:
             meta = meta_inputs(op, case.dims, dtype)
             yield meta, dtype, case.name
-            if every:
+            if every or case.group == "edge":
                 yield _misaligned(meta), dtype, case.name
 
 

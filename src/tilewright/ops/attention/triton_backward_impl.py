@@ -56,15 +56,19 @@ class Plan:
 # By the width of a tile, the wider of q's and v's. Measured on an H200, 2026-11.
 TINY = Launch(16, 16, 8, 1)
 BY_TMA = {
-    64: Plan(Launch(64, 64, 4, 3, registers=168), Launch(64, 64, 4, 3)),  # three blocks on an SM
+    64: Plan(Launch(64, 64, 4, 3, registers=168), Launch(64, 64, 4, 3)),  # 3 blocks on an SM 90
     128: Plan(Launch(64, 64, 4, 2), Launch(128, 64, 8, 3)),
     256: Plan(Launch(64, 64, 8, 2), Launch(128, 32, 8, 2)),
     512: Plan(TINY, Launch(32, 16, 8, 1)),
 }
-# Two stages of 256 columns are more than a block of SM 100 has. Compiled for, not tuned.
-BY_TMA_ON_100 = BY_TMA | {256: Plan(Launch(64, 64, 8, 1), BY_TMA[256].queries)}
-# Without TMA addresses take registers, as softcap, ALiBi and a bias do; and blocks of SM 86, 89 and
-# 120 have 99 KB. Compiled for, not tuned.
+# On SM 100 a third block would find no shared memory, and two stages of 256 columns are more than
+# one has. Compiled for, not tuned.
+BY_TMA_ON_100 = BY_TMA | {
+    64: Plan(Launch(64, 64, 4, 3), BY_TMA[64].queries),
+    256: Plan(Launch(64, 64, 8, 1), BY_TMA[256].queries),
+}
+# Without TMA addresses take registers, as softcap, ALiBi and a bias do; and blocks of SM 80 have
+# 163 KB, those of SM 86, 89 and 120 99. Compiled for, not tuned.
 BIAS = Launch(32, 32, 4, 1)
 SMALL = {
     64: Plan(Launch(32, 64, 4, 2), Launch(64, 32, 4, 2), BIAS),

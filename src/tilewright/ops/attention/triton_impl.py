@@ -5,7 +5,7 @@ see, tile by tile: scores, a running maximum and a running sum in float32, and t
 by the powers so far, rescaled whenever the maximum grows. Scores never leave the SM, so memory is
 linear in the tokens. Tiles that no row sees are never read; only those that a border cuts (the
 window's, the diagonal, the end) are masked, by a branch inside the one loop.
-On SM 90 and newer, calls with much work fetch keys and values by TMA, which takes fewer registers
+On SM 90 and 100, calls with much work fetch keys and values by TMA, which takes fewer registers
 than pointers do (notes.md).
 Limits: heads of 16 to 512 elements, a multiple of 8.
 """
@@ -77,8 +77,8 @@ BY_POINTERS = {
     256: Launch(128, 64, 8, 2),
     512: Launch(64, 16, 8, 2),
 }
-# With softcap, ALiBi or a bias a score needs more registers; and blocks of SM 86, 89 and 120 have
-# 99 KB. Compiled for, not tuned.
+# With softcap, ALiBi or a bias a score needs more registers; and blocks of SM 80 have 163 KB, those
+# of SM 86, 89 and 120 99. Compiled for, not tuned.
 SMALL = {
     64: Launch(64, 64, 4, 2),
     128: Launch(64, 32, 4, 2),
