@@ -146,10 +146,13 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
     "compiled": (
         "results/compile/triton-3.6.0.jsonl",
         [
-            {**BUILT, "key": key, "sm": sm, "violation": violation}
-            for key, sm, violation in (("a", 90, ""), ("b", 75, "spills 8 bytes"))
+            {**BUILT, "key": key, "sm": sm, "spills": spills, "violation": violation}
+            for key, sm, spills, violation in (
+                *(("a", 90, 0, ""), ("b", 75, 8, "spills 8 bytes")),
+                *(("c", 90, 4, ""), ("d", 90, 0, "")),
+            )
         ],
-        ["| triton 3.6.0 | 75, 90 | 2 | 1 |"],
+        ["| triton 3.6.0 | 75, 90 | 4 | 2 | 1 |"],
     ),
     "performance": (
         "results/h200/bench-model.jsonl",

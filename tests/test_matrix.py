@@ -133,16 +133,19 @@ def named_calls(*compiled: str) -> list[tuple[str, str, bool]]:
 
 
 def test_an_op_may_name_the_cases_to_compile() -> None:
-    """The first as all would be: in every dtype, aligned and not; float16 is bfloat16's twin."""
+    """The first as all would be, in every dtype; float16 is bfloat16's twin. Suites are aligned."""
     every = {case for case, *_ in named_calls()}
-    first, second = [c.name for c in registry()["relu"].cases if len(c.dims["shape"]) > 1][:2]
-    assert {first, second} < every
-    dtypes = ("float32", "float16", "bfloat16")
+    cases = [c for c in registry()["relu"].cases if len(c.dims["shape"]) > 1]
+    first, second = [c.name for c in cases if c.group == "edge"][:2]
+    large = next(c.name for c in cases if c.group != "edge")
+    assert {first, second, large} < every
+    dtypes, two = ("float32", "float16", "bfloat16"), ("float32", "bfloat16")
     wanted = [(first, dtype, whole) for dtype in dtypes for whole in (True, False)]
-    wanted += [(second, dtype, True) for dtype in ("float32", "bfloat16")]
-    assert sorted(named_calls(first, second)) == sorted(wanted)
-    swapped = [(case, dtype) for case, dtype, whole in named_calls(second, first) if not whole]
-    assert swapped == [(second, dtype) for dtype in dtypes]
+    wanted += [(second, dtype, whole) for dtype in two for whole in (True, False)]
+    wanted += [(large, dtype, True) for dtype in two]
+    assert sorted(named_calls(first, second, large)) == sorted(wanted)
+    swapped = [(case, dtype) for case, dtype, whole in named_calls(large, first) if not whole]
+    assert sorted(swapped) == sorted([(first, d) for d in two] + [(large, d) for d in dtypes])
     assert {(c, d) for c, d, _ in named_calls() if c == first} == {(first, d) for d in dtypes}
 
 
