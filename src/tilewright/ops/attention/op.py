@@ -585,7 +585,7 @@ KEPT = ("q", "k", "v", "output", "output 1", "sinks", "alibi_slopes", "bias")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens_k")
 
 
-def _triton(name: str, module: str, **facts: Any) -> Backend:
+def _triton(name: str, module: str, may_spill: int = 1024, **facts: Any) -> Backend:
     place = f"{HERE}.{module}"
     return Backend(
         name,
@@ -593,7 +593,7 @@ def _triton(name: str, module: str, **facts: Any) -> Backend:
         f"{place}:prepare",
         limits=f"{place}:refuses",
         min_sm=80,
-        may_spill=2048,  # most by heads of 256 elements that are read one by one
+        may_spill=may_spill,
         **facts,
     )
 
@@ -627,7 +627,8 @@ OP = Op(
     check=attending.check,
     backends=(
         _triton("naive", "naive_impl", tensor_cores=("_attend_at_once",), dtypes=HALVES),
-        _triton("triton", "triton_impl", tensor_cores=("_attend",)),
+        # 2048 lets misaligned heads of 256 elements pass, and has no other reason (notes.md)
+        _triton("triton", "triton_impl", may_spill=2048, tensor_cores=("_attend",)),
         Backend("torch", "torch", f"{HERE}.reference:attention", dtypes=None),
     ),
     public=attention,
