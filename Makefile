@@ -47,7 +47,8 @@ tests: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 examples: setup
-	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python $$example; done
+	@set -e; for example in examples/*.py examples/flash_attention/*.py; do \
+	  echo "$$example"; $(BIN)/python $$example; done
 
 matrix: setup
 	$(BIN)/tilewright compile $(MATRIX)

@@ -486,5 +486,5 @@ ERRORS = (
         lambda q: _all(q, max_seqlen_q=6),
         *(InputError, "max_seqlen_q", "bhsd", "thd"),
     ),
-    _bad("unknown backend", lambda q: _all(q, backend="gluon"), InputError, "gluon", "triton"),
+    _bad("unknown backend", lambda q: _all(q, backend="tritn"), InputError, "tritn", "triton"),
 )

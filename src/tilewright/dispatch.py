@@ -125,6 +125,8 @@ def choose(op: Op, args: Args, *, backend: str | None = None, gpu: Gpu | None = 
             refused.append((candidate.name, f"{wanted} was asked for ({asked_by})"))
             continue
         reason = refusal(candidate, op, args, tensor, target, pretending=pretending)
+        if reason is None and wanted is None and candidate.yields is not None:
+            reason = load(candidate.yields)(target, *args)
         if reason is None:
             for other in op.backends[op.backends.index(candidate) + 1 :]:
                 reason = refusal(other, op, args, tensor, target, pretending=pretending)

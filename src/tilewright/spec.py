@@ -64,6 +64,9 @@ class Backend:
     accepts: Callable[..., str | None] = accept_all  # (*args) -> None, or why not
     limits: str | None = None
     """As `entry`, a name: (gpu, *args) -> None, or what this GPU's blocks cannot hold."""
+    yields: str | None = None
+    """As `limits`: (gpu, *args) -> None, or why a backend further down is quicker for this call. It
+    is heeded unless the backend is asked for by name."""
     max_size: int = 2**31 - 2**16
     """The longest dim and the most rows it takes: kernels number both in 32 bits."""
     flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number

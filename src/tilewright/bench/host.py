@@ -96,6 +96,7 @@ def contenders(device: str, dtype: torch.dtype, grad: bool) -> dict[str, Contend
             "sdpa-flash": timing.Within(sdpa.WAYS["flash"], attend),
             "sdpa-cudnn": timing.Within(sdpa.WAYS["cudnn"], attend),
             "automatic": lambda: ours.attention(query, key, value),
+            "gluon": lambda: ours.attention(query, key, value, backend="gluon"),
         },
     }
 

@@ -182,15 +182,17 @@ def places(call: Call, held: Heads, longest: int, tile: int) -> Places:
     return Places(blocks, held.heads, lines, max(min(together, lines), 1), sequences)
 
 
-def described(x: torch.Tensor, heads: Heads, rows: int, columns: int) -> Described:
-    """x as (batch, head, token, element), for tiles of rows of one head.
+def described(
+    dtype: torch.dtype, heads: Heads, rows: int, columns: int, *, gluon: bool = False
+) -> Described:
+    """A tensor as (batch, head, token, element), for tiles of rows of one head.
 
     A dim of one is never stepped along, but TMA wants a whole number of 16 bytes there too.
     """
     shape = (heads.batches, heads.heads, heads.tokens, heads.dim)
     steps = (heads.batch_stride, heads.head_stride, heads.token_stride)
     strides = (*(step or heads.dim for step in steps), 1)
-    return Described(x.dtype, shape, strides, (1, 1, rows, columns))
+    return Described(dtype, shape, strides, (1, 1, rows, columns), gluon)
 
 
 def fits_tma(heads: Heads) -> bool:

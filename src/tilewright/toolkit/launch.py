@@ -20,6 +20,7 @@ assigned: while there is one, the launch goes through CompiledKernel's own runne
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +33,7 @@ from tilewright.toolkit import recording
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_STREAMS = 256  # launchers remembered per binding
+MAX_ADDRESSES = 1024  # descriptors remembered per binding and tensor
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -89,9 +91,7 @@ def bind(
     if is_interpreted(kernel):
         run = _described(_interpreted(kernel, full_grid, rest, constants), described)
         return run if makes is None else _making(run, makes, len(tensors) - 1)
-    return _described(
-        _compiled(kernel, full_grid, pointers, rest, constants, options, makes), described
-    )
+    return _compiled(kernel, full_grid, pointers, rest, constants, options, makes, described)
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,14 @@ class Pointer:
 class Described:
     """A tensor that a kernel reads by TMA: what its descriptor says beside the address.
 
-    Triton encodes one for each launch, which takes the host some microseconds.
+    Encoding one takes the host some microseconds.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements; the last is 1, the others are whole 16 bytes
     block: tuple[int, ...]
+    gluon: bool = False  # for a Gluon kernel
 
 
 def _described(run: Run, descriptors: dict[int, Any]) -> Run:
@@ -141,10 +142,15 @@ def _pointer(tensor: torch.Tensor | torch.dtype | Described | None, aligned: boo
     if tensor is None:
         return None
     if isinstance(tensor, Described):
+        base = Pointer(tensor.dtype, True)
+        sizes = list(tensor.shape), list(tensor.strides), list(tensor.block)
+        if tensor.gluon:
+            from tilewright.toolkit.gluon_compat import descriptor
+
+            return descriptor(base, *sizes)
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        base = Pointer(tensor.dtype, True)
-        return TensorDescriptor(base, list(tensor.shape), list(tensor.strides), list(tensor.block))
+        return TensorDescriptor(base, *sizes)
     return Pointer(tensor if isinstance(tensor, torch.dtype) else tensor.dtype, aligned)
 
 
@@ -194,6 +200,7 @@ def _compiled(
     constants: dict[str, Any],
     options: dict[str, Any],
     makes: Callable[[], torch.Tensor] | None,
+    described: dict[int, Any],
 ) -> Run:
     way = route()
     if way == "jit":
@@ -202,12 +209,12 @@ def _compiled(
         def jit(*tensors: torch.Tensor | None) -> None:
             launcher(*tensors, *rest, **constants, **options)
 
-        return jit if makes is None else _making(jit, makes, len(pointers) - 1)
+        run = _described(jit, described)
+        return run if makes is None else _making(run, makes, len(pointers) - 1)
     compiled = kernel.warmup(*pointers, *rest, **constants, grid=grid, **options)
     launch = compiled.run  # loads the binary now, so that nothing is loaded during capture
     tail = (*rest, *(constants[name] for name in kernel.arg_names[len(pointers) + len(rest) :]))
-    has_descriptors = not all(p is None or isinstance(p, Pointer) for p in pointers)
-    return _direct_caller(compiled, launch, grid, tail, way, len(pointers), makes, has_descriptors)
+    return _direct_caller(compiled, launch, grid, tail, way, len(pointers), makes, described)
 
 
 def _making(run: Run, makes: Callable[[], torch.Tensor], inputs: int) -> Run:
@@ -229,7 +236,7 @@ def _direct_caller(
     way: str,
     pointers: int,
     makes: Callable[[], torch.Tensor] | None,
-    has_descriptors: bool,
+    described: dict[int, Any],
 ) -> Run:
     assert _current_stream is not None
     index, stream = torch.cuda.current_device(), _current_stream
@@ -253,13 +260,27 @@ def _direct_caller(
     entering, leaving, assigned = _hooks()
     with_hooks = compiled[grid]
     find = on_stream.get
-    address = _address if has_descriptors else torch.Tensor.data_ptr
+    if described:
+        encoding = _encoding(compiled, launch, described)
+        if encoding is not None:
+            launch, encoded = encoding
+        with_descriptors = _described(lambda *tensors: tensors, described)
+
+        def by_tma(*tensors: Any) -> None:
+            if entering or leaving or assigned:
+                with_hooks(*with_descriptors(*tensors), *tail)
+            elif encoding is None:
+                launch(*before(), *map(_address, with_descriptors(*tensors)), *tail)
+            else:
+                launch(*before(), *encoded(tensors), *tail)
+
+        return by_tma if makes is None else _making(by_tma, makes, pointers - 1)
 
     def many(*tensors: Any) -> None:
         if entering or leaving or assigned:
             with_hooks(*tensors, *tail)
         else:
-            pointers = [None if t is None else address(t) for t in tensors]
+            pointers = [None if t is None else t.data_ptr() for t in tensors]
             launch(*before(), *pointers, *tail)
 
     if makes is None:
@@ -290,8 +311,49 @@ def _direct_caller(
 
 
 def _address(t: Any) -> Any:
-    """What Triton's launcher takes for a tensor or a descriptor."""
+    """What Triton's launcher takes for a tensor, a descriptor or nothing."""
     return t.data_ptr() if isinstance(t, torch.Tensor) else t
+
+
+def _encoding(
+    compiled: Any, launch: Any, described: dict[int, Any]
+) -> tuple[Any, Callable[[Sequence[Any]], list[Any]]] | None:
+    """The C launcher below Triton's own encoding of descriptors, and `encoded(tensors)`, what it
+    takes for them; None if this Triton does not have it where 3.6 does.
+
+    A descriptor holds an address and what is the same for all calls of a binding, so each address
+    is encoded once: that takes some microseconds, and allocators hand out the same ones again.
+    """
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        raw = inspect.getclosurevars(launch).nonlocals["launcher"]
+        meta = dict(zip(sorted(described), compiled.metadata.tensordesc_meta, strict=True))
+    except (ImportError, TypeError, KeyError, AttributeError, ValueError):
+        return None
+    known: dict[int, dict[int, list[Any]]] = {place: {} for place in described}
+
+    def encode(place: int, tensor: torch.Tensor) -> list[Any]:
+        descriptor = copy.copy(described[place])
+        descriptor.base = tensor
+        if len(known[place]) > MAX_ADDRESSES:
+            known[place].clear()
+        found: list[Any] = make_tensordesc_arg(descriptor, meta[place])
+        known[place][tensor.data_ptr()] = found
+        return found
+
+    def encoded(tensors: Sequence[Any]) -> list[Any]:
+        given: list[Any] = []
+        for place, tensor in enumerate(tensors):
+            if tensor is None:
+                given.append(None)
+            elif place in known:
+                given += known[place].get(tensor.data_ptr()) or encode(place, tensor)
+            else:
+                given.append(tensor.data_ptr())
+        return given
+
+    return raw, encoded
 
 
 @lru_cache(maxsize=1)

@@ -627,6 +627,17 @@ OP = Op(
     check=attending.check,
     backends=(
         _triton("naive", "naive_impl", tensor_cores=("_attend_at_once",), dtypes=HALVES),
+        Backend(
+            "gluon",
+            "gluon",
+            f"{HERE}.gluon_impl:prepare",
+            dtypes=HALVES,
+            min_sm=90,
+            max_sm=90,
+            limits=f"{HERE}.gluon_impl:refuses",
+            yields=f"{HERE}.gluon_impl:yields",
+            tensor_cores=("_attend_on_hopper",),
+        ),
         # 2048 lets misaligned heads of 256 elements pass, and has no other reason (notes.md)
         _triton("triton", "triton_impl", may_spill=2048, tensor_cores=("_attend",)),
         Backend("torch", "torch", f"{HERE}.reference:attention", dtypes=None),

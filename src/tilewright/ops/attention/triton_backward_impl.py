@@ -194,8 +194,8 @@ def _bind_keys(g: _Given, dk: Heads, dv: Heads) -> Callable[..., None]:
     q, grad, k, v = g.pick("q", "grad", "k", "v")
     summary: Any = torch.float32
     if g.tma:
-        q = described(q, call.q, choice.rows, g.columns[0])
-        grad = described(grad, g.grad, choice.rows, g.columns[1])
+        q = described(call.dtype, call.q, choice.rows, g.columns[0])
+        grad = described(call.dtype, g.grad, choice.rows, g.columns[1])
         size = (2 * g.lines, g.line)
         summary = Described(torch.float32, size, (g.line, 1), (1, choice.rows))
     return bind(
@@ -221,8 +221,8 @@ def _bind_queries(g: _Given, dq: Heads) -> Callable[..., None]:
     tiles = places(call, call.q, call.rows, choice.rows)
     q, grad, k, v = g.pick("q", "grad", "k", "v")
     if g.tma:
-        k = described(k, call.k, choice.keys, g.columns[0])
-        v = described(v, call.v, choice.keys, g.columns[1])
+        k = described(call.dtype, call.k, choice.keys, g.columns[0])
+        v = described(call.dtype, call.v, choice.keys, g.columns[1])
     return bind(
         _grad_queries,
         (tiles.programs,),

@@ -271,8 +271,8 @@ def _bind(
     choice = launch(max(columns, value_columns), few, call.dtype, plain, tma, gpu)
     tiles = places(call, call.q, call.rows, choice.rows)
     if tma:
-        k = described(k, call.k, choice.keys, columns)
-        v = described(v, call.v, choice.keys, value_columns)
+        k = described(call.dtype, call.k, choice.keys, columns)
+        v = described(call.dtype, call.v, choice.keys, value_columns)
     strides = [stride // vec for each in heads for stride in each.strides]
     return bind(
         _attend,

@@ -1,0 +1,1 @@
+"""Launch choices found by measurement: data, read by the ops that they belong to."""
