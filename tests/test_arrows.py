@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "quant": ["errors"],
     "dims": ["errors", "spec"],
     "toolkit": [],
+    "tuned": [],
     "toolkit.*fp8*": ["errors", "gpu", "fp8", "toolkit", "toolkit.*"],
     "toolkit.*": ["errors", "gpu", "toolkit", "toolkit.*"],
     "dispatch": ["errors", "gpu", "spec"],

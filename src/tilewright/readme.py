@@ -260,10 +260,15 @@ def attention_speed(found: Record) -> str:
 
 def attention_sparse(found: Record) -> str:
     """Time over that of as much dense work: what is masked or not there should cost nothing."""
-    ours = {(r.case, r.phase): r for r in found.rows if r.contender == "triton" and has_number(r)}
+    ours = {  # what serves the call: the later, the better
+        (r.case, r.phase): r
+        for backend in ("triton", "gluon")
+        for r in found.rows
+        if r.contender == backend and has_number(r)
+    }
     rows = []
     for case in (case for case in registry()["attention"].cases if case.group == "sparse"):
-        dense_name = f"T16384 {'causal' if case.dims['causal'] else 'full'}"
+        dense_name = f"T16384 {'causal' if case.dims.get('causal') else 'full'}"
         cells: list[str] = []
         for phase in ("forward", "backward"):
             row, dense = ours.get((case.name, phase)), ours.get((dense_name, phase))
@@ -278,6 +283,90 @@ def attention_sparse(found: Record) -> str:
     heads = ("case", "of the work", "forward", "in a queue of calls", "backward",
              "in a queue of calls")  # fmt: skip
     return _table(heads, rows) if rows else NOT_MEASURED
+
+
+def attention_hopper(root: Path) -> str:
+    """cuDNN's time over ours, with the choices of the table, from the record it was made of."""
+    record = _record(root, "h200/tune-attention.json")
+    if record is None:
+        return NOT_MEASURED
+    chosen: dict[tuple[int, bool], list[Any]] = defaultdict(list)
+    for entry in record["choices"]:
+        chosen[entry["columns"], entry["borders"]].append(entry)
+    lines: dict[tuple[int, bool], list[tuple[int, float, float]]] = defaultdict(list)
+    for cell in record["cells"]:
+        dim, causal, tokens = cell["dim"], cell["causal"], cell["tokens"]
+        launch = next(
+            e["launch"]
+            for e in chosen[dim, causal]
+            if e["keys_up_to"] is None or tokens <= e["keys_up_to"]
+        )
+        us = next(c["us"] for c in cell["candidates"] if c["launch"] == launch)
+        pairs = 16_384 * tokens / (2 if causal else 1)
+        rate = 4 * pairs * 2048 / us / 1e6  # of 2,048 columns
+        lines[dim, causal].append((tokens, cell["cudnn_us"] / us, rate))
+    tokens = [t for t, *_ in next(iter(lines.values()))]
+    rows = [
+        (f"{dim}", "causal" if causal else "full", *(f"{x:.2f} · {tf:.0f}" for _, x, tf in cells))
+        for (dim, causal), cells in lines.items()
+    ]
+    every = [x for cells in lines.values() for _, x, _ in cells]
+    words = f"Geometric mean {geometric_mean(every):.2f}, least {min(every):.2f}."
+    heads = ("head dim", "mask", *(f"{n:,} tokens" for n in tokens))
+    return (
+        f"{_table(heads, rows)}\n\n{words}\n\n{_environment(record)}; record `tune-attention.json`."
+    )
+
+
+STEPS = {  # of docs/flash_attention.md: turns, lazy, order
+    "a producer and consumers, overlap inside": (False, False, "one"),
+    "consumers take turns": (True, False, "one"),
+    "rescale lazily": (False, True, "one"),
+    "blocks stay, tiles in pairs": (False, False, "pairs"),
+}
+SHOWN = ((64, 8192), (128, 8192), (256, 8192), (64, 1024), (128, 1024), (256, 1024))
+
+
+def flash_attention_steps(root: Path) -> str:
+    """cuDNN's time over that of each step, which is the first Gluon kernel with one thing more."""
+    tuned, swept = _record(root, "h200/tune-attention.json"), _bench(root, "bench-sweep-attention")
+    if tuned is None or swept is None:
+        return NOT_MEASURED
+    places = [(dim, tokens, causal) for dim, tokens in SHOWN for causal in (False, True)]
+    there = {}
+    for contest in contests(swept.rows):
+        first = contest.first
+        if (first.op, first.phase) == ("attention", "forward") and contest.entered:
+            _, heads, tokens, dim = first.dims["shape"]
+            if first.dims["kv_heads"] == heads:
+                there[dim, tokens, first.dims["causal"]] = contest.speedup("sdpa-cudnn")
+    rows = [("tiles, in Triton", *(_two(there.get(place)) for place in places))]
+    cells = {(c["dim"], c["tokens"], c["causal"]): c for c in tuned["cells"]}
+    widest = {64: 3, 128: 2, 256: 2}
+    for name, flags in STEPS.items():
+        found = []
+        for place in places:
+            us = next(
+                c["us"]
+                for c in cells[place]["candidates"]
+                if (c["launch"]["turns"], c["launch"]["lazy"], c["launch"]["order"]) == flags
+                and c["launch"]["workers"] == widest[place[0]]
+            )
+            found.append(_two(cells[place]["cudnn_us"] / us))
+        rows.append((name, *found))
+    best = (min(c["us"] for c in cells[place]["candidates"]) for place in places)
+    ratios = (_two(cells[place]["cudnn_us"] / us) for place, us in zip(places, best, strict=True))
+    rows.append(("the best of all candidates", *ratios))
+    heads = [f"D{d} T{t:,} {'causal' if causal else 'full'}" for d, t, causal in places]
+    words = (
+        "cuDNN's time over ours. The first row is of `bench-sweep-attention.jsonl`, the others of "
+        "`tune-attention.json`; each step is the second row with one thing more."
+    )
+    return f"{_table(('step', *heads), rows)}\n\n{words}\n\n{_environment(tuned)}."
+
+
+def _two(ratio: float | None) -> str:
+    return NO_NUMBER if ratio is None else f"{ratio:.2f}"
 
 
 def compat(root: Path) -> str:
@@ -504,6 +593,8 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "attention-floors": _of_bench("bench-quick", attention_floors),
     "attention-speed": _of_bench("bench-sweep-attention", attention_speed),
     "attention-sparse": _of_bench("bench-sparse-attention", attention_sparse),
+    "attention-hopper": attention_hopper,
+    "flash-attention-steps": flash_attention_steps,
     "compat": compat,
     **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
 }
@@ -512,6 +603,7 @@ DOCUMENTS = (
     "docs/benchmarking.md",
     "docs/profiling.md",
     "docs/attention.md",
+    "docs/flash_attention.md",
     *(f"src/tilewright/ops/{name}/notes.md" for name in OP_FOLDERS),
 )
 PICTURES = Path("docs", "pictures")

@@ -72,6 +72,7 @@ class Backend:
     flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number
     tensor_cores: tuple[str, ...] = ()  # kernels in which `compile` finds the instruction (halves)
     may_spill: int = 0  # bytes of a thread: what lives across a loop may be worth less than a tile
+    compiled: tuple[str, ...] = ()  # cases that `compile` takes for it, beside `Op.compiled`
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tilewright.gpu import Gpu
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, Args, Case, Op
 from tilewright.toolkit import recording
-from tilewright.toolkit.launch import Pointer
+from tilewright.toolkit.launch import Pointer, is_gluon
 from tilewright.toolkit.recording import Request, kernel_name
 
 SMS = (75, 80, 86, 89, 90, 100, 120)
@@ -85,25 +85,34 @@ def known_ops(ops: Sequence[str]) -> None:
             raise InputError(f"compile: op is {name!r}; it must be one of {', '.join(registry())}.")
 
 
-Call = tuple[Args, torch.dtype, str]  # and the name of its case
+# and the names of its case and of the only backend that it is for, if any
+Call = tuple[Args, torch.dtype, str, str | None]
 
 
 def _calls(op: Op) -> Iterator[Call]:
-    """Every case in every dtype, aligned and not, or what `Op.compiled` says; for all SMs alike."""
+    """Every case in every dtype, aligned and not, or what `Op.compiled` says; for all SMs alike.
+    And what a backend has compiled for it alone, in bfloat16."""
     for case, dtype in itertools.product(op.cases, FLOATS):
         if op.compiled and case.name not in op.compiled:
             continue
         every = not op.compiled or case.name == op.compiled[0]
         if every or dtype != torch.float16:
             meta = meta_inputs(op, case.dims, dtype)
-            yield meta, dtype, case.name
+            yield meta, dtype, case.name, None
             if every or case.group == "edge":
-                yield _misaligned(meta), dtype, case.name
+                yield _misaligned(meta), dtype, case.name, None
+    for backend, case in itertools.product(op.backends, op.cases):
+        if case.name in backend.compiled and case.name not in op.compiled:
+            dtype = torch.bfloat16
+            yield meta_inputs(op, case.dims, dtype), dtype, case.name, backend.name
 
 
 def _of_op(op: Op, calls: Iterable[Call], gpu: Gpu) -> Iterator[Wanted]:
-    for args, dtype, case in calls:
-        yield from _of_both(op, args, gpu, dtype, case)
+    for args, dtype, case, only in calls:
+        if only is None:
+            yield from _of_both(op, args, gpu, dtype, case)
+        else:
+            yield from _of_call(op, args, gpu, dtype, case, only)
 
 
 def _of_both(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:
@@ -118,10 +127,12 @@ def _of_both(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Ite
             yield from _of_call(*every.in_phase(args, "backward"), gpu, dtype, case)
 
 
-def _of_call(op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str) -> Iterator[Wanted]:
+def _of_call(
+    op: Op, args: Args, gpu: Gpu, dtype: torch.dtype, case: str, only: str | None = None
+) -> Iterator[Wanted]:
     tensor = next(a for a in args if isinstance(a, torch.Tensor))
     for backend in op.backends:
-        if backend.technology == "torch":
+        if backend.technology == "torch" or only not in (None, backend.name):
             continue
         if dispatch.refusal(backend, op, args, tensor, gpu, pretending=True) is not None:
             continue
@@ -168,6 +179,8 @@ def _kind(argument: Any) -> str:
     """What Triton specialises an argument on: kernels here specialise integers on nothing."""
     if isinstance(argument, Pointer):
         return repr(argument)
+    if "gluon" in type(argument).__module__:  # a descriptor, which tells a kernel its tile
+        return f"{argument.base!r} {argument.block_shape}"
     if isinstance(argument, int):
         return "i32" if -(2**31) <= argument < 2**31 else "i64"
     return type(argument).__name__
@@ -175,10 +188,26 @@ def _kind(argument: Any) -> str:
 
 @cache
 def _source(kernel: Any) -> str:
-    """The text of every jit function that the kernel's module holds: it, and all it may call."""
+    """The text of every jit function that the kernel's module holds: it, and all it may call. Of a
+    Gluon kernel also what those may call, and the PTX among the constants."""
+    functions = _functions(kernel)
+    if not is_gluon(kernel):
+        return _digest(*(inspect.getsource(f.fn) for f in functions))
+    found = dict.fromkeys(functions)
+    for function in functions:
+        found |= dict.fromkeys(_functions(function))
+    constants = [
+        f"{name} = {value.value!r}"
+        for function in found
+        for name, value in sorted(function.fn.__globals__.items())
+        if type(value).__name__ == "constexpr"
+    ]
+    return _digest(*(inspect.getsource(f.fn) for f in found), *dict.fromkeys(constants))
+
+
+def _functions(kernel: Any) -> list[Any]:
     names = kernel.fn.__globals__
-    functions = [f for _, f in sorted(names.items()) if hasattr(f, "fn") and hasattr(f, "params")]
-    return _digest(*(inspect.getsource(f.fn) for f in functions))
+    return [f for _, f in sorted(names.items()) if hasattr(f, "fn") and hasattr(f, "params")]
 
 
 @cache

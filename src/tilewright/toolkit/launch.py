@@ -80,7 +80,7 @@ def bind(
         arguments = (*pointers, *rest)
         requests.append(
             recording.Request(
-                "gluon" if _is_gluon(kernel) else "triton",
+                "gluon" if is_gluon(kernel) else "triton",
                 kernel,
                 arguments,
                 tuple(constants.items()),
@@ -172,9 +172,9 @@ class Shot(NamedTuple):
     assigned: Any = ()
 
 
-def _is_gluon(kernel: Any) -> bool:
-    is_gluon = getattr(kernel, "is_gluon", None)
-    return bool(is_gluon()) if callable(is_gluon) else False
+def is_gluon(kernel: Any) -> bool:
+    told = getattr(kernel, "is_gluon", None)
+    return bool(told()) if callable(told) else False
 
 
 def is_interpreted(kernel: Any) -> bool:

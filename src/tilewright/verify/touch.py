@@ -100,14 +100,19 @@ def calls(pairs: Iterable[tuple[str, str]], device: str, smallest: bool) -> Iter
 
 
 def binaries(op: Op, args: Args, backend: str, blank: Blank) -> set[str]:
-    """What both phases of this call would compile, as text."""
+    """What this call would compile in the phases that the backend has, as text."""
     forward, outputs = blank.over(args), blank.over(as_tuple(op.outputs(*on_meta(args))))
     wanted = _asked(op, forward, backend)
-    if op.autograd is not None:
-        backward = op.autograd.op
-        twin = backend if backward.backend(backend) else backward.backends[0].name
-        wanted |= _asked(backward, op.backward_call(forward, outputs, outputs), twin)
+    if _has_backward(op, backend):
+        assert op.autograd is not None
+        backward = op.backward_call(forward, outputs, outputs)
+        wanted |= _asked(op.autograd.op, backward, backend)
     return wanted
+
+
+def _has_backward(op: Op, backend: str) -> bool:
+    """Whether its gradients are its own: else they are another's, whose turn comes."""
+    return op.autograd is not None and op.autograd.op.backend(backend) is not None
 
 
 def _asked(op: Op, args: Args, backend: str) -> set[str]:
@@ -123,10 +128,10 @@ def _binary(request: recording.Request) -> str:
 
 
 def run(one: Call) -> None:
-    """Both phases that the call has."""
+    """The phases that the backend has."""
     op, backend = one.context.op, one.context.backend
     args = one.laid(one.context.inputs(one.case.dims, one.dtype, 0))
-    if op.autograd is None:
+    if not _has_backward(op, backend):
         call(op, args, backend)
     else:
         given, leaves = with_leaves(op, args)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -50,7 +50,7 @@ class Launch:
     stages: int  # steps that are in shared memory
     turns: bool  # consumers issue their products one after the other
     lazy: bool  # what was summed is rescaled only if the maximum grew much
-    order: str  # "pairs", "rounds" or "one": the tiles that a block takes (hopper_kernels._tile)
+    order: str  # of tiles: "pairs", "one" or "queue" (hopper_kernels._tile)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -70,12 +70,27 @@ def table() -> dict[tuple[int, bool], tuple[tuple[float, Launch], ...]]:
     return found
 
 
-def launch(columns: int, borders: bool, keys: int, ragged: bool) -> Launch:
+# With softcap a score takes three times the instructions. Measured on an H200, 2026-11.
+CAPPED = {
+    64: Launch(3, 64, 4, turns=True, lazy=True, order="pairs"),
+    128: Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
+    256: Launch(2, 64, 2, turns=False, lazy=True, order="pairs"),
+}
+
+
+def launch(
+    columns: int, borders: bool, keys: int, *, window: bool, capped: bool, ragged: bool
+) -> Launch:
     """For tiles of so many columns, whose rows see up to so many keys. `borders`: a causal mask or
     a window. `ragged`: lengths that the GPU knows."""
     choice = next(one for up_to, one in table()[columns, borders] if keys <= up_to)
-    # three consumers have no registers for lengths, and pairs of unequal ones would not be equal
-    return replace(choice, workers=2, lazy=False, order="rounds") if ragged else choice
+    # lengths and borders take registers: two consumers, and nothing kept for the next step
+    spare = replace(choice, workers=2, turns=False, lazy=False)
+    if ragged:  # no two tiles are the same work
+        return replace(spare, order="queue")
+    if window:
+        return replace(spare, order="one")
+    return CAPPED[columns] if capped else choice
 
 
 def width(dim: int) -> int:
@@ -116,18 +131,22 @@ def yields(gpu: Gpu, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: A
 
 def _reach(call: Call) -> int:
     """Keys that a row sees, at most."""
-    if call.left < 0:
+    if call.left < 0 or call.right < 0:
         return call.keys
-    return min(call.keys, call.left + max(call.right, 0) + 1)
+    return min(call.keys, call.left + call.right + 1)
 
 
 def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[..., None]:
-    """`run(out, out, lse, q, k, v, sinks, cu_q, cu_k, key_counts)`; the second if packed."""
-    _, cu_q, cu_k, key_counts = options
+    """`run(out, out, lse, q, k, v, sinks, cu_q, cu_k, key_counts, counter)`; the second if packed,
+    the last, a 0, if lengths are known to the GPU alone."""
+    _, cu_q, _, key_counts = options
     ragged = cu_q is not None or key_counts is not None
     columns, value_columns = width(call.q.dim), width(call.v.dim)
     borders = call.left >= 0 or call.right >= 0
-    choice = launch(max(columns, value_columns), borders, _reach(call), ragged)
+    choice = launch(
+        max(columns, value_columns), borders, _reach(call),
+        window=call.left >= 0, capped=call.softcap > 0, ragged=ragged,
+    )  # fmt: skip
     rows = choice.workers * ROWS
     tiles = places(call, call.q, call.rows, rows)
     in_pairs = choice.order == "pairs"
@@ -153,6 +172,7 @@ def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[
             tile(out, ROWS, value_columns), None if cu_q is None else call.dtype, torch.float32,
             tile(call.q, ROWS, columns), tile(call.k, choice.keys, columns),
             tile(call.v, choice.keys, value_columns), *options,
+            torch.int32 if choice.order == "queue" else None,
         ],
         (
             rounds, *tiles.arguments, call.group, call.rows, call.keys, call.left, call.right, off,
@@ -165,7 +185,7 @@ def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[
             "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
             "TAIL": ragged or call.keys % choice.keys > 0, "RAGGED": ragged,
             "SOFTCAP": call.softcap > 0, "SCALED": call.scale < SMALLEST, "TURNS": choice.turns,
-            "LAZY": choice.lazy, "OWN": own, "QUEUE": queue, "PAIRS": in_pairs,
+            "LAZY": choice.lazy, "OWN": own, "QUEUE": queue, "ORDER": choice.order,
         },
         aligned=True,
         num_warps=4,
@@ -185,13 +205,17 @@ def prepare(
     if call.is_empty:
         return lambda *_: (new_out(), new_lse())
     kernel = _bind(call, gpu, [sinks, cu_seqlens_q, cu_seqlens_k, seq_lens_k], out)
+    # a new counter for each call: calls on two streams must not share one
+    queued = packed or seq_lens_k is not None
+    new_counter = partial(torch.zeros, 1, dtype=torch.int32, device=q.device)
 
     def run(
         q: Any, k: Any, v: Any, sinks: Any, _: Any, __: Any, cu_q: Any, cu_k: Any, counts: Any,
         *___: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         out, lse = new_out(), new_lse()
-        kernel(out, out if packed else None, lse, q, k, v, sinks, cu_q, cu_k, counts)
+        counter = new_counter() if queued else None
+        kernel(out, out if packed else None, lse, q, k, v, sinks, cu_q, cu_k, counts, counter)
         return out, lse
 
     return run if all(map(is_tame, (q, k, v))) else taming(run, 3)

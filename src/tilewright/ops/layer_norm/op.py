@@ -393,9 +393,9 @@ ERRORS = (
     ),
     BadInput(
         "unknown backend",
-        lambda norm, device: norm(_x(device), 8, backend="gluon"),
+        lambda norm, device: norm(_x(device), 8, backend="tritn"),
         InputError,
-        ("layer_norm", "backend", "gluon", "triton"),
+        ("layer_norm", "backend", "tritn", "triton"),
     ),
 )
 

@@ -386,9 +386,9 @@ ERRORS = (
     ),
     BadInput(
         "unknown backend",
-        lambda norm, device: norm(_ones(device)[0], (8,), backend="gluon"),
+        lambda norm, device: norm(_ones(device)[0], (8,), backend="tritn"),
         InputError,
-        ("rms_norm", "backend", "gluon", "triton"),
+        ("rms_norm", "backend", "tritn", "triton"),
     ),
 )
 

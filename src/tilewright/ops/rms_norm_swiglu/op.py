@@ -316,9 +316,9 @@ ERRORS = (
     ),
     BadInput(
         "unknown backend",
-        lambda norm, device: norm(*[_ones(device)[0]] * 2, backend="gluon"),
+        lambda norm, device: norm(*[_ones(device)[0]] * 2, backend="tritn"),
         InputError,
-        (NAME, "backend", "gluon", "triton"),
+        (NAME, "backend", "tritn", "triton"),
     ),
 )
 

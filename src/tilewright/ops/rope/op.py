@@ -526,8 +526,8 @@ ERRORS = (
     ),
     _bad(
         "unknown backend",
-        lambda q, c, s: ((q, q, c, s), {"backend": "gluon"}),
-        *(InputError, "backend", "gluon", "triton"),
+        lambda q, c, s: ((q, q, c, s), {"backend": "tritn"}),
+        *(InputError, "backend", "tritn", "triton"),
     ),
 )
 
