@@ -267,13 +267,27 @@ def test_its_backward_is_tritons() -> None:
         assert told.backend == "gluon" and "backward: triton" in str(told)
 
 
+def test_few_rows_and_short_windows_are_left_to_triton() -> None:
+    q, k = meta(64, 32, 1, 128), meta(64, 32, 32_768, 128)
+    told = explained(q, k, k)
+    assert told.backend == "triton" and "q has 1 tokens" in told.refused["gluon"]
+    x = meta(2, 16, 8192, 128)
+    assert explained(x, x, x, causal=True, window=4096).backend == "gluon"
+    told = explained(x, x, x, causal=True, window=64)
+    assert told.backend == "triton" and "16,777,216 at most" in told.refused["gluon"]
+    # without a right border a row sees all keys that follow
+    assert explained(x, x, x, window=(64, None)).backend == "gluon"
+
+
 def test_few_scores_are_left_to_triton_unless_it_is_asked_for() -> None:
     q, k = meta(1, 64, 1024, 64), meta(1, 64, 1023, 64)
     assert gluon_impl.MUCH == 64 * 1024 * 1024
     assert explained(q, q, q).backend == "gluon"
     told = explained(q, k, k)
     assert told.backend == "triton"
-    assert told.refused["gluon"] == "it pays from 67,108,864 scores on; there are 67,043,328"
+    assert (
+        told.refused["gluon"] == "it pays from 67,108,864 scores on; there are 67,043,328 at most"
+    )
     named = explained(q, k, k, backend="gluon")
     assert (named.backend, named.asked_by) == ("gluon", "backend=")
     with tilewright.use_backend("gluon"):

@@ -52,7 +52,7 @@ def assert_one_line(done: Any, *says: str) -> None:
         (["bench", "rellu"], ("op is 'rellu'", "softmax")),
         (["bench", "--suite", "fast"], ("--suite is 'fast'", "quick")),
         (["bench", "--baselines", "eager,ligger"], ("--baselines is 'ligger'", "liger")),
-        (["bench", "--backends", "gluon"], ("--backends is 'gluon'", "triton")),
+        (["bench", "--backends", "tritn"], ("--backends is 'tritn'", "triton")),
         (["bench", "relu", "--shape", "8by8"], ("--shape is '8by8'", "shape=2048x4096")),
         (["bench", "--dtype", "fp64"], ("--dtype is 'fp64'", "bf16")),
         (["bench", "--mode", "up"], ("--mode is 'up'", "fwd")),

@@ -256,6 +256,7 @@ def _requests(op: Op, backend: Any, args: Args) -> list[Any]:
 REFUSED = {
     "cuda": ("dim 0", "llama mixed", "mixed"),
     "naive": ("heads of 256", "sinks", "softcap", "alibi", "bias", "packed", "lengths"),
+    "gluon": ("alibi", "bias"),
 }  # by technology or backend; see test_dispatch
 
 

@@ -175,7 +175,7 @@ def refusal(
             f"{op.layout_argument} has shape {tuple(tensor.shape)}; its kernels number rows and "
             f"columns in 32 bits, up to {backend.max_size:,}"
         )
-    reason = backend.accepts(*args)
+    reason = backend.accepts(*args) or (_lacks_gluon() if backend.technology == "gluon" else None)
     if reason is None and backend.limits is not None:
         reason = load(backend.limits)(gpu, *args)
     return reason
@@ -252,6 +252,16 @@ def _missing(technology: str) -> str | None:
     return None
 
 
+@cache
+def _lacks_gluon() -> str | None:
+    """Gluon is experimental: a Triton that renamed something must not take other backends along."""
+    try:
+        importlib.import_module("tilewright.toolkit.gluon_compat")
+    except (ImportError, AttributeError) as e:
+        return f"it is not written for the Gluon of this Triton ({e})"
+    return None
+
+
 _ops: dict[str, None] = {}  # every op name that use_backend takes
 _names: dict[str, None] = {}  # every backend name any op declares, in order
 
@@ -293,3 +303,4 @@ def reset() -> None:
     from_environment.cache_clear()
     interpreting.cache_clear()
     _missing.cache_clear()
+    _lacks_gluon.cache_clear()

@@ -121,11 +121,14 @@ def refuses(
 
 
 def yields(gpu: Gpu, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> str | None:
-    """Why another kernel is quicker."""
+    """Why another kernel is quicker, or may be: short walks and few rows were not measured."""
     _, _, _, cu_seqlens_q, _, _, layout, *options = rest
     call = describe([tame(x) for x in (q, k, v)], cu_seqlens_q, layout, *options)
-    if call.work < MUCH:
-        return f"it pays from {MUCH:,} scores on; there are {call.work:,}"
+    if call.rows < 2 * ROWS:
+        return f"q has {call.rows} tokens in a sequence; a block holds {2 * ROWS} or more"
+    scores = call.heads * call.rows * _reach(call)
+    if scores < MUCH:
+        return f"it pays from {MUCH:,} scores on; there are {scores:,} at most"
     return None
 
 
