@@ -526,13 +526,14 @@ def test_a_triton_without_the_gluon_we_know_leaves_the_other_backends(
     """Gluon is experimental: what was renamed there must not stop a call that Triton can serve."""
     q = torch.empty(4, 16, 4096, 128, device="meta", dtype=torch.bfloat16)
     assert tilewright.explain("attention", q, q, q, gpu="h200").backend == "gluon"
-    for name in [name for name in sys.modules if name.endswith((".gluon_compat", ".gluon_impl"))]:
+    ours = (".gluon_compat", ".gluon_attention", ".hopper_kernels", ".gluon_impl")
+    for name in [name for name in sys.modules if name.endswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    dispatch._lacks_gluon.cache_clear()
+    dispatch.load.cache_clear()
     try:
         told = tilewright.explain("attention", q, q, q, gpu="h200")
     finally:
         monkeypatch.undo()
-        dispatch._lacks_gluon.cache_clear()
+        dispatch.load.cache_clear()
     assert told.backend == "triton" and "Gluon of this Triton" in told.refused["gluon"]

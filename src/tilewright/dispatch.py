@@ -175,9 +175,16 @@ def refusal(
             f"{op.layout_argument} has shape {tuple(tensor.shape)}; its kernels number rows and "
             f"columns in 32 bits, up to {backend.max_size:,}"
         )
-    reason = backend.accepts(*args) or (_lacks_gluon() if backend.technology == "gluon" else None)
+    reason = backend.accepts(*args)
     if reason is None and backend.limits is not None:
-        reason = load(backend.limits)(gpu, *args)
+        try:
+            limits = load(backend.limits)
+        except (ImportError, AttributeError) as e:
+            if backend.technology != "gluon":
+                raise
+            # it is experimental: what was renamed there must not take other backends along
+            return f"it is not written for the Gluon of this Triton ({e})"
+        reason = limits(gpu, *args)
     return reason
 
 
@@ -252,16 +259,6 @@ def _missing(technology: str) -> str | None:
     return None
 
 
-@cache
-def _lacks_gluon() -> str | None:
-    """Gluon is experimental: a Triton that renamed something must not take other backends along."""
-    try:
-        importlib.import_module("tilewright.toolkit.gluon_compat")
-    except (ImportError, AttributeError) as e:
-        return f"it is not written for the Gluon of this Triton ({e})"
-    return None
-
-
 _ops: dict[str, None] = {}  # every op name that use_backend takes
 _names: dict[str, None] = {}  # every backend name any op declares, in order
 
@@ -303,4 +300,3 @@ def reset() -> None:
     from_environment.cache_clear()
     interpreting.cache_clear()
     _missing.cache_clear()
-    _lacks_gluon.cache_clear()
