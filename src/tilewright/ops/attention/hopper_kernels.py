@@ -87,10 +87,10 @@ class Where:
 class Rings:
     """Tiles in shared memory, and the barriers that say who may use them."""
 
-    q: gl.shared_memory_descriptor  # [WORKERS, 1, 1, SHARE, columns]
+    q: gl.shared_memory_descriptor  # [QUEUE * WORKERS, 1, 1, SHARE, columns]
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, KEYS, columns]
     v: gl.shared_memory_descriptor
-    o: gl.shared_memory_descriptor  # as q, whose place it takes unless it has its own
+    o: gl.shared_memory_descriptor  # [WORKERS, ...], in q's place unless it has its own
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
