@@ -17,30 +17,48 @@ def exp2(x):
     )
 
 
-def _tanh_of(count: int) -> tuple[str, str]:
-    """PTX for tanh of numbers: Cephes' polynomial near 0, 1 - 2 / (exp(2x) + 1) elsewhere.
+def _bits(x: float) -> str:
+    """A constant of PTX."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
-    The quotient is right to 2^-23 and no more, which a large cap multiplies. If no number of the
-    warp is beyond 0.62, as with caps that seldom act, the polynomial is all there is to compute.
+
+def _polynomial(of: int, to: int, coefficients: tuple[float, ...]) -> str:
+    """PTX: $to is $of times a polynomial in its square, highest coefficient first."""
+    first, second, *rest = map(_bits, coefficients)
+    code = f"mul.f32 z, ${of}, ${of}; fma.rn.f32 y, z, {first}, {second}; "
+    code += "".join(f"fma.rn.f32 y, y, z, {c}; " for c in rest)
+    return code + f"mul.f32 ${to}, y, ${of}; "
+
+
+# tanh(x) / x in x^2, errors of tanh below 2^-23: up to 0.22, as caps that seldom act have it, and
+# Cephes' up to 0.62
+NEAR, FAR = 0.22, 0.62
+TANH_NEAR = (1.297774463891983e-1, -3.332805335521698e-1, 1.0)
+TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+TANH = (*TANH, 1.0)
+
+
+def _tanh_of(count: int) -> tuple[str, str]:
+    """PTX for tanh of numbers: a polynomial near 0, 1 - 2 / (exp(2x) + 1) elsewhere.
+
+    The quotient is right to 2^-23 and no more, which a large cap multiplies. What the largest
+    number of a warp does not need is not computed.
     """
-    inputs = range(count, 2 * count)
-    odd = [-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1]
-    bits = [struct.unpack("<I", struct.pack("<f", c))[0] for c in (*odd, -3.33332819422e-1)]
-    first, *rest = (f"0f{b:08X}" for b in bits)
-    code = "{ .reg .pred p, near; .reg .f32 most, x, z, y, e; mov.f32 most, 0f00000000; "
-    for i in inputs:
-        code += f"abs.f32 x, ${i}; max.f32 most, most, x; "
-    code += "setp.lt.f32 p, most, 0f3F1EB852; vote.sync.all.pred near, p, 0xffffffff; "
-    for i in inputs:
-        code += f"mul.f32 z, ${i}, ${i}; fma.rn.f32 y, z, {first}, {rest[0]}; "
-        code += "".join(f"fma.rn.f32 y, y, z, {c}; " for c in rest[1:])
-        code += f"mul.f32 y, y, z; fma.rn.f32 ${i - count}, y, ${i}, ${i}; "
-    code += "@near bra DONE; "
-    for i in inputs:
-        code += f"mul.f32 e, ${i}, 0f4038AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+    pairs = [(i, i - count) for i in range(count, 2 * count)]
+    code = "{ .reg .pred p, near, some; .reg .f32 most, x, z, y, e; mov.f32 most, 0f00000000; "
+    for x, _ in pairs:
+        code += f"abs.f32 x, ${x}; max.f32 most, most, x; "
+    code += f"setp.lt.f32 p, most, {_bits(NEAR)}; vote.sync.all.pred near, p, 0xffffffff; "
+    code += "@!near bra BEYOND; "
+    code += "".join(_polynomial(x, y, TANH_NEAR) for x, y in pairs)
+    code += "bra DONE; BEYOND: "
+    code += "".join(_polynomial(x, y, TANH) for x, y in pairs)
+    code += f"setp.lt.f32 p, most, {_bits(FAR)}; vote.sync.all.pred some, p, 0xffffffff; "
+    code += "@some bra DONE; "
+    for x, y in pairs:
+        code += f"mul.f32 e, ${x}, 0f4038AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
         code += "rcp.approx.ftz.f32 e, e; fma.rn.f32 e, e, 0fC0000000, 0f3F800000; "
-        code += f"abs.f32 x, ${i}; setp.lt.f32 p, x, 0f3F1EB852; "
-        code += f"selp.f32 ${i - count}, ${i - count}, e, p; "
+        code += f"abs.f32 x, ${x}; setp.lt.f32 p, x, {_bits(FAR)}; selp.f32 ${y}, ${y}, e, p; "
     return code + "DONE: }", ",".join(["=&f"] * count + ["f"] * count)
 
 
@@ -130,3 +148,66 @@ def between(s, begin, last):
     return gl.inline_asm_elementwise(
         CODE[0], CODE[1], [s, last, begin], gl.float32, is_pure=True, pack=COUNT
     )
+
+
+def _follow(lazy: bool) -> tuple[str, str]:
+    """PTX for the new peaks of two rows, of the old ones and the highest scores of a lane.
+
+    The four lanes of a row must agree. Lazily they ask each other only if one lane of the warp has
+    a score that is 8 above its row's peak.
+    """
+    code = "{ .reg .pred p, any; .reg .f32 high, other, limit; "
+    if lazy:
+        code += "mov.f32 $0, $4; mov.f32 $1, $5; "
+        code += "add.f32 limit, $4, 0f41000000; setp.gt.f32 p, $2, limit; "
+        code += "add.f32 limit, $5, 0f41000000; setp.gt.or.f32 p, $3, limit, p; "
+        code += "vote.sync.any.pred any, p, 0xffffffff; @!any bra DONE; "
+    for row in range(2):
+        code += f"mov.f32 high, ${2 + row}; "
+        for lanes in (1, 2):
+            code += f"shfl.sync.bfly.b32 other, high, {lanes}, 0x1f, 0xffffffff; "
+            code += "max.f32 high, high, other; "
+        if lazy:
+            code += f"add.f32 limit, ${4 + row}, 0f41000000; setp.gt.f32 p, high, limit; "
+            code += f"selp.f32 ${row}, high, ${4 + row}, p; "
+        else:
+            code += f"max.f32 ${row}, high, ${4 + row}; "
+    return code + "DONE: }", ",".join(["=&f"] * 2 + ["f"] * 4)
+
+
+_FOLLOW, _FOLLOW_LAZILY = (gl.constexpr(_follow(lazy)) for lazy in (False, True))
+
+
+@gluon.jit
+def follow(peak, high, LAZY: gl.constexpr):
+    """The new peaks of rows; all [ROWS, 4], as `by_lane` has them."""
+    CODE: gl.constexpr = _FOLLOW_LAZILY if LAZY else _FOLLOW
+    return gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [high, peak], gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def by_lane(x):
+    """[ROWS, COLUMNS] as [ROWS, COLUMNS // 8, 4, 2], the third dim the four lanes of a row: what is
+    summed over the others stays in a thread."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def to_pairs(x, DTYPE: gl.constexpr):
+    """Halves of [..., 2] float32, two in an int32: halves that go round several loops would be
+    taken apart and put together again in each."""
+    low, high = gl.split(x)
+    CODE: gl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32"
+    return gl.inline_asm_elementwise(
+        CODE + " $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def from_pairs(x, DTYPE: gl.constexpr):
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(low, high).to(DTYPE, bitcast=True)

@@ -14,7 +14,17 @@ whole ones without a mask, then those that the window's left border cuts.
 There are no future annotations here: Triton reads the fields of an aggregate off their classes.
 """
 
-from tilewright.toolkit.gluon_attention import between, exp2, scale_unless_one, tanh, up_to
+from tilewright.toolkit.gluon_attention import (
+    between,
+    by_lane,
+    exp2,
+    follow,
+    from_pairs,
+    scale_unless_one,
+    tanh,
+    to_pairs,
+    up_to,
+)
 from tilewright.toolkit.gluon_compat import (
     fence_async_shared,
     gl,
@@ -37,6 +47,16 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 MINUS_INF = gl.constexpr(float("-inf"))
 SHARE = gl.constexpr(64)  # rows of a consumer: a product of the tensor cores has 64
+# of [SHARE, 4]: a thread has two rows, 8 apart, of one of the four lanes that hold them
+OF_LANES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
 
 Known = gl.tensor | gl.constexpr  # when a kernel runs, or already when it is compiled
 
@@ -59,6 +79,7 @@ class How:
     OWN: gl.constexpr  # results have a place of their own, else that of the queries
     QUEUE: gl.constexpr  # tiles of queries that a consumer may have
     ORDER: gl.constexpr  # of the tiles: `_tile`
+    DTYPE: gl.constexpr
 
 
 @record
@@ -133,7 +154,8 @@ def _tile(step, where, how):
     if how.ORDER == "pairs":
         halves = (where.blocks + 1) // 2
         unit = gl.program_id(0) + step // 2 * gl.num_programs(0)
-        line, pair = unit // halves, unit % halves
+        line = unit // halves
+        pair = (unit + line) % halves  # else the middle block, half a pair, would meet some SMs often
         block = gl.where(step % 2 == 0, where.blocks - 1 - pair, pair)
         is_there = (line < where.lines) & ((step % 2 == 0) | (block < where.blocks - 1 - pair))
         head, number = line % where.heads, line // where.heads
@@ -265,36 +287,51 @@ def _produce(q_desc, k_desc, v_desc, counter_ptr, where, rings, how):
 
 @gluon.jit
 def _logits(s, scale, softcap, how):
-    """In units of log 2, before a mask makes some -inf; plain ones are scaled later."""
+    """Before a mask makes some -inf; `_unit` is what is left to multiply them by."""
     if how.SOFTCAP:
-        s = s * (scale / softcap)
-        s = tanh(s) * (softcap * LOG2_E)
+        s = tanh(s * (scale / softcap))
     elif how.SCALED:  # a scale that turns scores round, or makes them 0
         s = s * (scale * LOG2_E)
     return s
 
 
 @gluon.jit
-def _softmax(s, peak, total, scale, how):
-    """(weights, peak, total, factor of what was summed before) with the scores s; all in units of
-    log 2. With LAZY the peak follows only scores that are 8 above it: weights up to 2^8 do no harm,
-    and most factors are 1."""
-    PLAIN: gl.constexpr = not (how.SCALED or how.SOFTCAP)
-    high = gl.max(s, 1)
-    if PLAIN:
-        high = high * (scale * LOG2_E)
-    new_peak = gl.where(high > peak + 8.0, high, peak) if how.LAZY else gl.maximum(high, peak)
+def _softmax(s, peak, total, scale, softcap, how):
+    """(weights in pairs, peak, total, factor of what was summed before) with the scores s.
+
+    All but s is in units of log 2. Four lanes hold a row: `total` is a lane's own, `peak` the same
+    in all, both [SHARE, 4]. With LAZY the peak follows only scores that are 8 above it: weights up
+    to 2^8 do no harm, and most factors are 1.
+    """
+    SCALED: gl.constexpr = how.SCALED and not how.SOFTCAP
+    unit = (softcap if how.SOFTCAP else scale) * LOG2_E
+    of_lanes = by_lane(s)
+    high = gl.convert_layout(gl.max(gl.max(of_lanes, 3), 1), OF_LANES, assert_trivial=True)
+    if not SCALED:
+        high = high * unit
+    new_peak = follow(peak, high, how.LAZY)
     shift = gl.where(new_peak == MINUS_INF, 0.0, new_peak)  # a row that has seen no key yet
-    # plain scores are scaled while the maximum is taken off: one instruction
-    p = exp2(s * (scale * LOG2_E) - shift[:, None]) if PLAIN else exp2(s - shift[:, None])
+    base = _to_lanes(shift, of_lanes)
+    # scores are scaled while the maximum is taken off: one instruction
+    p = exp2(of_lanes - base) if SCALED else exp2(of_lanes * unit - base)
     shrink = exp2(peak - shift)
-    return p, new_peak, total * shrink + gl.sum(p, 1), shrink
+    of_tile = gl.convert_layout(gl.sum(gl.sum(p, 3), 1), OF_LANES, assert_trivial=True)
+    return to_pairs(p, how.DTYPE), new_peak, total * shrink + of_tile, shrink
+
+
+@gluon.jit
+def _to_lanes(x, like):
+    """[SHARE, 4] as [SHARE, 1, 4, 1] beside `like`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, :, None]
 
 
 @gluon.jit
 def _rescale(acc, shrink, how):
-    factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return scale_unless_one(acc, factor) if how.LAZY else acc * factor
+    of_lanes = by_lane(acc)
+    factor = _to_lanes(shrink, of_lanes)
+    scaled = scale_unless_one(of_lanes, factor) if how.LAZY else of_lanes * factor
+    return gl.convert_layout(scaled.reshape(acc.shape), acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -318,6 +355,9 @@ def _scores(q, rings, n, how, S: gl.constexpr):
 @gluon.jit
 def _add_values(p, acc, rings, n, how):
     """acc + p v of tile n, under way."""
+    P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    p = from_pairs(p, how.DTYPE).reshape([SHARE, how.KEYS])
+    p = gl.convert_layout(p, P, assert_trivial=True)  # as scores lie
     v = rings.v.index(n % how.STAGES).reshape([how.KEYS, rings.v.shape[4]])
     return warpgroup_mma(p, v, acc, is_async=True)
 
@@ -374,34 +414,34 @@ def _advance(
     s = _logits(s, scale, softcap, how)
     if MASKED:
         s = _mask(s, i, tile, keys, off, where, how)
-    weights, peak, total, shrink = _softmax(s, peak, total, scale, how)
+    p, peak, total, shrink = _softmax(s, peak, total, scale, softcap, how)
     acc = warpgroup_mma_wait(0, deps=(adding,))
     _free(rings.v_empty, n - 1, how)
     if not how.LAZY:
         acc = _rescale(acc, shrink, how)
-    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), peak, total, shrink
+    return acc, p, peak, total, shrink
 
 
 @gluon.jit
-def _clean(rings, n, done, tile, keys, how, WHICH: gl.constexpr):
+def _clean(rings, n, cleaned, tile, keys, how, WHICH: gl.constexpr):
     """Zeros for the values of no key in tile n: what stands there may be NaN, and 0 NaN is NaN.
 
-    The first two consumers do half of the tile each, and all wait for them.
+    Each of the two consumers does half of the tile, and waits for the other.
     """
     HALF: gl.constexpr = how.KEYS // 2
     FIRST: gl.constexpr = WHICH * HALF
     COLUMNS: gl.constexpr = rings.v.shape[4]
     LANES: gl.constexpr = min(COLUMNS // 8, 32)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    if WHICH < 2:
-        _await(rings.v_full, n, how)
-        v = rings.v.index(n % how.STAGES).reshape([how.KEYS, COLUMNS]).slice(FIRST, HALF)
-        j = tile * how.KEYS + FIRST + gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
-        zero = gl.zeros([HALF, COLUMNS], v.dtype, WIDE)
-        v.store(gl.where((j < keys)[:, None], v.load(WIDE), zero))
-        fence_async_shared()
-        mbarrier.arrive(rings.clean.index(0), count=1)
-    mbarrier.wait(rings.clean.index(0), done & 1)
+    gl.static_assert(how.WORKERS == 2)
+    _await(rings.v_full, n, how)
+    v = rings.v.index(n % how.STAGES).reshape([how.KEYS, COLUMNS]).slice(FIRST, HALF)
+    j = tile * how.KEYS + FIRST + gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
+    zero = gl.zeros([HALF, COLUMNS], v.dtype, WIDE)
+    v.store(gl.where((j < keys)[:, None], v.load(WIDE), zero))
+    fence_async_shared()
+    mbarrier.arrive(rings.clean.index(0), count=1)
+    mbarrier.wait(rings.clean.index(0), cleaned & 1)
 
 
 @gluon.jit
@@ -455,15 +495,15 @@ def _store_rows(o, first, rows, first_row, head, results):
 
 @gluon.jit
 def _consume_tile(
-    first, head, batch, rows, keys, off, first_row, n, done, turn, results, sinks_ptr, scale,
-    softcap, where, rings, how, WHICH: gl.constexpr,
+    first, head, batch, rows, keys, off, first_row, n, done, turn, cleaned, results, sinks_ptr,
+    scale, softcap, where, rings, how, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's rows of a tile; n, `done` and `turn` count tiles of keys, of rows, and turns."""
+    """A consumer's rows of a tile; n, `done`, `turn` and `cleaned` count tiles of keys, of rows,
+    turns, and tiles that were cleaned."""
     COLUMNS: gl.constexpr = rings.k.shape[4]
     VALUE_COLUMNS: gl.constexpr = rings.v.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_COLUMNS, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)  # as S lies: scores stay in their registers
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     MASKED: gl.constexpr = how.LEFT or how.RIGHT or how.TAIL
     all_bottom, all_top, cut_left, cut_right = _span(
@@ -472,10 +512,14 @@ def _consume_tile(
     first += WHICH * SHARE
     i = first + gl.arange(0, SHARE, OF_ROWS)
     bottom, top = all_bottom, all_top
-    if MASKED and not how.RAGGED:  # its own rows may see less than the block's
+    if MASKED:  # its own rows may see less than the block's
         bottom, top, cut_left, cut_right = _span(first, keys, off, where, how, SHARE)
         bottom = gl.minimum(bottom, all_top - 1)
         top = gl.minimum(top, all_top)
+    if how.RAGGED:  # noqa: SIM102
+        if all_top * how.KEYS > keys:  # known when a kernel runs, not when it is compiled
+            _clean(rings, n, cleaned, all_top - 1, keys, how, WHICH)
+            cleaned += 1
     for _ in range(all_top - top):
         _pass_tile(n, turn, rings, how, WHICH)
         n += 1
@@ -483,11 +527,12 @@ def _consume_tile(
 
     if sinks_ptr is not None:  # a key without a value, taken first
         sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
-        peak = gl.zeros([SHARE], gl.float32, OF_ROWS) + sink
-        total = gl.full([SHARE], 1.0, gl.float32, OF_ROWS)
+        peak = gl.zeros([SHARE, 4], gl.float32, OF_LANES) + sink
+        lane = gl.arange(0, 4, gl.SliceLayout(0, OF_LANES))[None, :]
+        total = gl.where(lane + gl.zeros_like(peak) == 0.0, 1.0, 0.0)  # of one lane
     else:
-        peak = gl.full([SHARE], MINUS_INF, gl.float32, OF_ROWS)
-        total = gl.zeros([SHARE], gl.float32, OF_ROWS)
+        peak = gl.full([SHARE, 4], MINUS_INF, gl.float32, OF_LANES)
+        total = gl.zeros([SHARE, 4], gl.float32, OF_LANES)
 
     at_q = done % how.QUEUE * how.WORKERS + WHICH
     q = rings.q.index(at_q).reshape([SHARE, COLUMNS])
@@ -498,10 +543,7 @@ def _consume_tile(
     s = _logits(s, scale, softcap, how)
     if MASKED:
         s = _mask(s, i, top - 1, keys, off, where, how)
-    p, peak, total, shrink = _softmax(s, peak, total, scale, how)
-    p = gl.convert_layout(p.to(rings.v.dtype), P)
-    if how.RAGGED:
-        _clean(rings, n, done, top - 1, keys, how, WHICH)
+    p, peak, total, shrink = _softmax(s, peak, total, scale, softcap, how)
     acc = gl.zeros([SHARE, VALUE_COLUMNS], gl.float32, OUT)
     n += 1
 
@@ -543,12 +585,14 @@ def _consume_tile(
             _pass_tile(n, turn, rings, how, WHICH)
             n += 1
             turn += 1
+    peak = gl.convert_layout(gl.max(peak, 1), OF_ROWS)
+    total = gl.convert_layout(gl.sum(total, 1), OF_ROWS)
     _store(
         acc, peak, total, i, head, batch, first, rows, first_row, results, rings, where, how, WHICH
     )
     if not how.OWN:
         mbarrier.arrive(rings.q_empty.index(at_q), count=1)
-    return n, turn
+    return n, turn, cleaned
 
 
 @gluon.jit
@@ -556,14 +600,15 @@ def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, softcap, where, rin
     n = 0
     done = 0
     turn = 0
+    cleaned = 0
     if how.ORDER == "queue":
         round = 0
         first, head, batch, rows, keys, off, first_row = _told(rings, 0, where, how)
         while head >= 0:
             if first >= 0:
-                n, turn = _consume_tile(
-                    first, head, batch, rows, keys, off, first_row, n, done, turn, results,
-                    sinks_ptr, scale, softcap, where, rings, how, WHICH,
+                n, turn, cleaned = _consume_tile(
+                    first, head, batch, rows, keys, off, first_row, n, done, turn, cleaned,
+                    results, sinks_ptr, scale, softcap, where, rings, how, WHICH,
                 )  # fmt: skip
                 done += 1
             round += 1
@@ -572,9 +617,9 @@ def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, softcap, where, rin
         for round in range(where.rounds):
             first, head, batch, rows, keys, off, first_row = _told(rings, round, where, how)
             if first >= 0:
-                n, turn = _consume_tile(
-                    first, head, batch, rows, keys, off, first_row, n, done, turn, results,
-                    sinks_ptr, scale, softcap, where, rings, how, WHICH,
+                n, turn, cleaned = _consume_tile(
+                    first, head, batch, rows, keys, off, first_row, n, done, turn, cleaned,
+                    results, sinks_ptr, scale, softcap, where, rings, how, WHICH,
                 )  # fmt: skip
                 done += 1
     tma_store_wait(0)
@@ -612,7 +657,7 @@ def _attend_on_hopper(
     dtype: gl.constexpr = q_desc.dtype
     how = How(
         WORKERS, KEYS, STAGES, LEFT, RIGHT, TAIL, RAGGED, SOFTCAP, SCALED, TURNS, LAZY,
-        OWN, QUEUE, ORDER,
+        OWN, QUEUE, ORDER, dtype,
     )  # fmt: skip
     # what is known already takes no register
     where = Where(
