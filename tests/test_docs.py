@@ -330,13 +330,13 @@ def test_the_feature_matrix_shows_what_failed(tmp_path: Path) -> None:
     assert "2 calls, 2 forward and 2 backward checks, 1 failure." in shown
 
 
-def test_a_cover_fills_the_feature_matrix(tmp_path: Path) -> None:
-    declared = registry()["attention"].features
-    assert declared is not None
-    factors = {**{n: list(levels) for n, levels in declared(True).items()},
-               features.DTYPE: list(features.DTYPES)}  # fmt: skip
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_a_cover_fills_the_feature_matrix(backend: str, tmp_path: Path) -> None:
+    declared = features.declared("attention", "cuda", backend)
+    factors = {name: list(levels) for name, levels in declared.items()}
+    assert ("by head" in factors["ALiBi"]) == (backend == "triton")
     texts = map(features.as_text, features.cover(factors, 2))
-    row = {"op": "attention", "backend": "triton", "phase": "forward", "passed": True}
+    row = {"op": "attention", "backend": backend, "phase": "forward", "passed": True}
     shown = _feature_table(tmp_path, [{**row, "levels": text} for text in texts])
     pairs = sum(len(factors[a]) * len(factors[b]) for a, b in itertools.combinations(factors, 2))
     assert f"{pairs:,} of {pairs:,} pairs" in shown

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tilewright import dispatch, gpu
+from tilewright.dims import meta_inputs
 from tilewright.ops import registry
 from tilewright.verify import CHECKS, Context, compare, features, plan
 from tilewright.verify.compare import Verdict
@@ -16,6 +18,9 @@ from tilewright.verify.compare import Verdict
 Factors = Mapping[str, Sequence[str]]
 
 OPS = [name for name, op in registry().items() if op.features is not None]
+BACKENDS = [(name, b.name) for name in OPS for b in registry()[name].backends if b.features]
+IDS = [" ".join(pair) for pair in BACKENDS]
+H200 = gpu.pretend("H200")
 SMALL: dict[str, Factors] = {
     "even": {"a": "01", "b": "01", "c": "01", "d": "01"},
     "uneven": {"a": "01234", "b": "0", "c": "012", "d": "01"},
@@ -94,6 +99,78 @@ def test_levels_are_read_back_from_their_text(op: str) -> None:
         assert features.from_text(features.as_text(levels)) == levels
 
 
+# --- the cover of a backend ----------------------------------------------------------------------
+
+
+def refusal(op: str, backend: str, dims: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    declared, args = registry()[op], meta_inputs(registry()[op], dims, dtype)
+    named = declared.backend(backend)
+    assert named is not None
+    return dispatch.refusal(named, declared, args, args[0], H200, pretending=True)
+
+
+def served(op: str, backend: str) -> Factors:
+    """The op's levels that the backend takes in an otherwise plain call: it is asked for each."""
+    declared = registry()[op].features
+    assert declared is not None
+    factors: dict[str, Any] = {**declared(False), features.DTYPE: features.DTYPES}
+    plain = {name: next(iter(levels)) for name, levels in factors.items()}
+    plain[features.DTYPE] = "bfloat16"
+    found: dict[str, list[str]] = {name: [] for name in factors}
+    for name, level in ((name, level) for name, levels in factors.items() for level in levels):
+        dims, chosen = {}, {**plain, name: level}
+        for other in declared(False):
+            dims |= factors[other][chosen[other]]
+        if refusal(op, backend, dims, features.DTYPES[chosen[features.DTYPE]]) is None:
+            found[name].append(level)
+    return found
+
+
+def test_backends_that_lack_options_have_covers_of_their_own() -> None:
+    assert BACKENDS == [("attention", "naive"), ("attention", "gluon")]
+    gluon = served("attention", "gluon")
+    assert gluon["ALiBi"] == gluon["bias"] == ["no"]
+    assert gluon[features.DTYPE] == ["float16", "bfloat16"]
+    assert served("attention", "naive")["sequences"] == ["bhsd", "bshd"]
+    for backend in ("triton", "torch"):  # they take all that the op has
+        assert served("attention", backend) == factors_of("attention", "cpu")
+        for device in features.STRENGTH:
+            calls = features.calls("attention", device, backend)
+            assert calls == features.calls("attention", device)
+
+
+@pytest.mark.parametrize("device", features.STRENGTH)
+@pytest.mark.parametrize(("op", "backend"), BACKENDS, ids=IDS)
+def test_the_options_that_a_backend_serves_meet(op: str, backend: str, device: str) -> None:
+    named = registry()[op].backend(backend)
+    assert named is not None and named.features is not None
+    own = {n: list(of) for n, of in named.features(device == "cuda").items()}
+    wanted = {**own, **served(op, backend)}  # what the op does not have is the backend's to say
+    calls = features.calls(op, device, backend)
+    levels = [features.from_text(text) for text, *_ in calls]
+    assert not missing(wanted, levels, features.STRENGTH[device])
+    assert len({text for text, *_ in calls}) == len(calls) < len(features.calls(op, device))
+
+
+@pytest.mark.parametrize("device", features.STRENGTH)
+@pytest.mark.parametrize(("op", "backend"), BACKENDS, ids=IDS)
+def test_a_backend_serves_every_call_of_its_cover(op: str, backend: str, device: str) -> None:
+    for text, dims, dtype in features.calls(op, device, backend):
+        assert refusal(op, backend, dims, dtype) is None, text
+
+
+def test_heads_are_as_wide_as_their_level_says() -> None:
+    widths = set()
+    for text, dims, dtype in features.calls("attention", "cuda", "gluon"):
+        q, k, v, *_ = meta_inputs(registry()["attention"], dims, dtype)
+        levels = features.from_text(text)
+        width = int(levels["head dim"])
+        assert q.shape[-1] == k.shape[-1] == width
+        assert v.shape[-1] == (width if levels["value dim"] == "same" else 40)
+        widths.add(width)
+    assert widths == {64, 96, 128, 256}
+
+
 # --- the check -----------------------------------------------------------------------------------
 
 
@@ -130,6 +207,10 @@ def test_a_plan_runs_every_call_once() -> None:
     few = plan(["attention"], only=["features"], backend="triton", cases=3, seed=count - 2)
     assert [s for _, c in few for s in range(c.seed, c.seed + c.cases)] == [count - 2, count - 1]
     assert not plan(["relu"], only=["features"])
+    assert not plan(["attention"], only=["features"], backend="gluon")  # no CPU runs it
+    steps = plan(["attention"], device="cuda", only=["features"], backend="gluon")
+    count = len(features.calls("attention", "cuda", "gluon"))
+    assert [s for _, c in steps for s in range(c.seed, c.seed + c.cases)] == list(range(count))
 
 
 def test_inputs_of_a_call_are_what_its_levels_say() -> None:

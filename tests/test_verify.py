@@ -106,11 +106,11 @@ def edge_checks(op: str, backend: str) -> list[str]:
 
 
 # Left to `make oldest` and to GPUs: attention takes the interpreter minutes. Random cases have
-# layouts too. Of naive's offsets, most is the other's backward; `empty` and `features` have options
-# for it that it refuses.
+# layouts too. Of naive's offsets, most is the other's backward; `empty` has options for it that it
+# refuses.
 ELSEWHERE = {
     ("attention", "triton"): ("layouts", "cases"),  # of its cases, some below
-    ("attention", "naive"): ("offsets", "empty", "features"),
+    ("attention", "naive"): ("offsets", "empty"),
 }
 
 
@@ -141,7 +141,7 @@ def expected(op: Op, backend: str, count: int) -> dict[str, int]:
     context = Context(op, backend, "cpu", False, count, 0)
     kinds = len(phases(op.name, backend))
     cases = [(case.dims, dtype) for case in edge_cases(context) for dtype in FLOATS]
-    called = [(dims, dtype) for _, dims, dtype in features.calls(op.name, "cpu")[:count]]
+    called = [(dims, dtype) for _, dims, dtype in features.calls(op.name, "cpu", backend)[:count]]
     sizes = [s for s in itertools.product((2, 0), (3, 0), (16, 0)) if 0 in s]
     found = {
         "cases": sum(serves(context, *call) for call in cases) * kinds,

@@ -146,7 +146,7 @@ def _meetings(backend: str, rows: Sequence[Any]) -> str:
     for row in rows:
         passed[row["levels"]] = passed.get(row["levels"], True) and row["passed"]
     calls = {text: features.from_text(text) for text in passed}
-    factors = _factors(calls.values())
+    factors = _factors(backend, calls.values())
     lines = []
     for factor, level in ((f, level) for f, levels in factors.items() for level in levels):
         mine = [text for text, levels in calls.items() if levels.get(factor) == level]
@@ -169,12 +169,10 @@ def _meetings(backend: str, rows: Sequence[Any]) -> str:
     return f"{_table(('', *factors, 'forward', 'backward'), lines)}\n\n{words}"
 
 
-def _factors(calls: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+def _factors(backend: str, calls: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
     """Every factor and its levels: those that are declared, and any other that was run."""
-    declared = registry()["attention"].features
-    assert declared is not None
-    found = {factor: dict.fromkeys(levels) for factor, levels in declared(True).items()}
-    found[features.DTYPE] = dict.fromkeys(features.DTYPES)
+    declared = features.declared("attention", "cuda", backend)
+    found = {factor: dict.fromkeys(levels) for factor, levels in declared.items()}
     for call in calls:
         for factor, level in call.items():
             found.setdefault(factor, {})[level] = None

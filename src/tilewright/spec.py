@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 Args = tuple[Any, ...]
+Features = Mapping[str, Mapping[str, Mapping[str, Any]]]  # feature -> its levels -> their dims
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -73,6 +74,8 @@ class Backend:
     tensor_cores: tuple[str, ...] = ()  # kernels in which `compile` finds the instruction (halves)
     may_spill: int = 0  # bytes of a thread: what lives across a loop may be worth less than a tile
     compiled: tuple[str, ...] = ()  # cases that `compile` takes for it, beside `Op.compiled`
+    features: Callable[[bool], Features] | None = None
+    """Where it serves few levels of `Op.features`, those: they meet in calls that it serves."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class Op:
     """How many of the outputs its public function returns unless asked for more; None: all."""
     autocast: Callable[..., Args] | None = None  # (*args) -> args; None: keeps the dtype
     in_place: Op | None = None  # the same op written over its input
-    features: Callable[[bool], Mapping[str, Mapping[str, Mapping[str, Any]]]] | None = None
+    features: Callable[[bool], Features] | None = None
     """(large) -> the dims of each level of each feature: `verify` lets every two of them meet."""
     exact_inputs: Callable[..., Args] | None = None  # as inputs; the result is exact in any order
     bit_inputs: Callable[[str], Iterator[tuple[str, Args]]] | None = None

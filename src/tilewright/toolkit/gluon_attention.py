@@ -22,52 +22,60 @@ def _bits(x: float) -> str:
     return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
-def _polynomial(of: int, to: int, coefficients: tuple[float, ...]) -> str:
-    """PTX: $to is $of times a polynomial in its square, highest coefficient first."""
-    first, second, *rest = map(_bits, coefficients)
-    code = f"mul.f32 z, ${of}, ${of}; fma.rn.f32 y, z, {first}, {second}; "
-    code += "".join(f"fma.rn.f32 y, y, z, {c}; " for c in rest)
-    return code + f"mul.f32 ${to}, y, ${of}; "
-
-
-# tanh(x) / x in x^2, errors of tanh below 2^-23: up to 0.22, as caps that seldom act have it, and
-# Cephes' up to 0.62
+# tanh(x) / x as polynomials in x^2, highest coefficient first: up to 0.22 with an error of tanh
+# below 2^-23, and Cephes' up to 0.62
 NEAR, FAR = 0.22, 0.62
-TANH_NEAR = (1.297774463891983e-1, -3.332805335521698e-1, 1.0)
+TANH_NEAR = (1.297774463891983e-1, -3.332805335521698e-1)
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-TANH = (*TANH, 1.0)
 
 
-def _tanh_of(count: int) -> tuple[str, str]:
-    """PTX for tanh of numbers: a polynomial near 0, 1 - 2 / (exp(2x) + 1) elsewhere.
+def _capped(count: int) -> tuple[str, str]:
+    """PTX for tanh(k s) / k of numbers s: near 0 a polynomial, 1 - 2 / (exp(2 k s) + 1) elsewhere.
 
     The quotient is right to 2^-23 and no more, which a large cap multiplies. What the largest
-    number of a warp does not need is not computed.
+    number of a warp does not need is not computed: with caps that seldom act, k is left out of the
+    numbers and joins the coefficients.
     """
-    pairs = [(i, i - count) for i in range(count, 2 * count)]
-    code = "{ .reg .pred p, near, some; .reg .f32 most, x, z, y, e; mov.f32 most, 0f00000000; "
-    for x, _ in pairs:
-        code += f"abs.f32 x, ${x}; max.f32 most, most, x; "
-    code += f"setp.lt.f32 p, most, {_bits(NEAR)}; vote.sync.all.pred near, p, 0xffffffff; "
-    code += "@!near bra BEYOND; "
-    code += "".join(_polynomial(x, y, TANH_NEAR) for x, y in pairs)
-    code += "bra DONE; BEYOND: "
-    code += "".join(_polynomial(x, y, TANH) for x, y in pairs)
-    code += f"setp.lt.f32 p, most, {_bits(FAR)}; vote.sync.all.pred some, p, 0xffffffff; "
-    code += "@some bra DONE; "
-    for x, y in pairs:
-        code += f"mul.f32 e, ${x}, 0f4038AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+    pairs = [(count + i, i) for i in range(count)]
+    code = "{ .reg .pred p, all; .reg .f32 most, k, kk, a, b, x, y, z, e; "
+    code += f"mov.f32 most, 0f00000000; mov.f32 k, ${2 * count}; "
+    for s, _ in pairs:
+        code += f"abs.f32 x, ${s}; max.f32 most, most, x; "
+    code += "mul.f32 most, most, k; abs.f32 most, most; abs.f32 kk, k; "
+    code += f"setp.lt.f32 p, kk, {_bits(2.0**30)}; "  # its fourth power is a number
+    code += f"setp.lt.and.f32 p, most, {_bits(NEAR)}, p; vote.sync.all.pred all, p, 0xffffffff; "
+    code += "@!all bra BEYOND; mul.f32 kk, k, k; "
+    code += f"mul.f32 b, kk, {_bits(TANH_NEAR[1])}; mul.f32 a, kk, {_bits(TANH_NEAR[0])}; "
+    code += "mul.f32 a, a, kk; "
+    for s, out in pairs:
+        code += f"mul.f32 z, ${s}, ${s}; fma.rn.f32 y, z, a, b; fma.rn.f32 y, y, z, 0f3F800000; "
+        code += f"mul.f32 ${out}, y, ${s}; "
+    first, second, *others = map(_bits, TANH)
+    polynomial = f"mul.f32 z, x, x; fma.rn.f32 y, z, {first}, {second}; "
+    polynomial += "".join(f"fma.rn.f32 y, y, z, {c}; " for c in others) + "mul.f32 y, y, z; "
+    code += f"bra DONE; BEYOND: setp.lt.f32 p, most, {_bits(FAR)}; "
+    code += "vote.sync.all.pred all, p, 0xffffffff; @!all bra FAR; "
+    for s, out in pairs:
+        code += f"mul.f32 x, ${s}, k; {polynomial} fma.rn.f32 ${out}, y, ${s}, ${s}; "
+    code += "bra DONE; FAR: rcp.approx.ftz.f32 kk, k; neg.f32 e, kk; "  # mended: 1 / k
+    code += "fma.rn.f32 e, e, k, 0f3F800000; fma.rn.f32 kk, e, kk, kk; "
+    for s, out in pairs:
+        code += f"mul.f32 x, ${s}, k; {polynomial} fma.rn.f32 y, y, ${s}, ${s}; "
+        code += "mul.f32 e, x, 0f4038AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
         code += "rcp.approx.ftz.f32 e, e; fma.rn.f32 e, e, 0fC0000000, 0f3F800000; "
-        code += f"abs.f32 x, ${x}; setp.lt.f32 p, x, {_bits(FAR)}; selp.f32 ${y}, ${y}, e, p; "
-    return code + "DONE: }", ",".join(["=&f"] * count + ["f"] * count)
+        code += "mul.f32 e, e, kk; abs.f32 x, x; "
+        code += f"setp.lt.f32 p, x, {_bits(FAR)}; selp.f32 ${out}, y, e, p; "
+    return code + "DONE: }", ",".join(["=&f"] * count + ["f"] * 2 * count)
 
 
-_TANH, _OF_TANH = map(gl.constexpr, _tanh_of(32))
+_CAPPED, _OF_CAPPED = map(gl.constexpr, _capped(32))
 
 
 @gluon.jit
-def tanh(x):
-    return gl.inline_asm_elementwise(_TANH, _OF_TANH, [x], gl.float32, is_pure=True, pack=32)
+def capped(s, k):
+    """tanh(k s) / k: scores that a cap bends, in the units they were in; k is a number."""
+    _, k = gl.broadcast(s, gl.full([1, 1], 0.0, gl.float32, s.type.layout) + k)
+    return gl.inline_asm_elementwise(_CAPPED, _OF_CAPPED, [s, k], gl.float32, is_pure=True, pack=32)
 
 
 def _unless_all_are_one(count: int) -> tuple[str, str]:
@@ -199,7 +207,7 @@ def to_pairs(x, DTYPE: gl.constexpr):
     """Halves of [..., 2] float32, two in an int32: halves that go round several loops would be
     taken apart and put together again in each."""
     low, high = gl.split(x)
-    CODE: gl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32"
+    CODE: gl.constexpr = "cvt.rn.bf16x2.f32" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32"
     return gl.inline_asm_elementwise(
         CODE + " $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
     )

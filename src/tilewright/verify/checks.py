@@ -141,7 +141,8 @@ def _relaid(a: Any, rng: random.Random) -> Any:
 
 def feature_calls(c: Context) -> Iterator[Result]:
     """Every two options of the op together, on a GPU every three; the seed is a call's number."""
-    for seed, (levels, dims, dtype) in enumerate(features.calls(c.op.name, c.device)):
+    calls = features.calls(c.op.name, c.device, c.backend)
+    for seed, (levels, dims, dtype) in enumerate(calls):
         if c.seed <= seed < c.seed + c.cases:
             args = c.inputs(dims, dtype, seed)
             yield from _both(c, "features", levels, dtype, args, seed)

@@ -2,7 +2,8 @@
 
 Bugs of an op with many options lie between two of them far more often than in one or in five. A
 cover by pairs takes a few dozen calls where all combinations would take millions; on a GPU every
-three levels meet.
+three levels meet. A backend that refuses most of these calls declares the levels that it serves,
+and has a cover of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilewright.ops import registry
-from tilewright.spec import FLOATS
+from tilewright.spec import FLOATS, Features
 
 Levels = dict[str, str]  # factor -> level
 Meeting = frozenset[tuple[str, str]]
@@ -52,20 +53,28 @@ def _met(call: Levels, missing: Mapping[Meeting, None]) -> list[Meeting]:
     return [meeting for meeting in missing if meeting <= pairs]
 
 
+def declared(op: str, device: str, backend: str = "") -> Features:
+    """The features of an op, or those that a backend says it serves, and the dtypes."""
+    found, named = registry()[op].features, registry()[op].backend(backend)
+    dtypes: Sequence[Any] = FLOATS
+    if named is not None and named.features is not None:
+        found, dtypes = named.features, named.dtypes or FLOATS
+    if found is None:
+        return {}
+    taken = {name: {DTYPE: dtype} for name, dtype in DTYPES.items() if dtype in dtypes}
+    return {**found(device == "cuda"), DTYPE: taken}
+
+
 @lru_cache(maxsize=8)
-def calls(op: str, device: str) -> tuple[tuple[str, dict[str, Any], Any], ...]:
-    """(levels as text, dims, dtype) of each call of an op's cover."""
-    declared = registry()[op].features
-    if declared is None:
-        return ()
-    factors = declared(device == "cuda")
-    names = {**{name: list(levels) for name, levels in factors.items()}, DTYPE: list(DTYPES)}
-    found = []
-    for levels in cover(names, STRENGTH[device]):
+def calls(op: str, device: str, backend: str = "") -> tuple[tuple[str, dict[str, Any], Any], ...]:
+    """(levels as text, dims, dtype) of each call of an op's cover, or of a backend's."""
+    factors, found = declared(op, device, backend), []
+    for levels in cover({name: list(of) for name, of in factors.items()}, STRENGTH[device]):
         dims: dict[str, Any] = {}
         for name, levels_of in factors.items():
             dims |= levels_of[levels[name]]
-        found.append((as_text(levels), dims, DTYPES[levels[DTYPE]]))
+        dtype = dims.pop(DTYPE)
+        found.append((as_text(levels), dims, dtype))
     return tuple(found)
 
 

@@ -86,7 +86,7 @@ def _parts(check: str, context: Context) -> list[Context]:
         return [context]
     count, piece = context.cases, PIECE
     if check == "features":
-        left = len(features.calls(context.op.name, context.device)) - context.seed
+        left = len(features.calls(context.op.name, context.device, context.backend)) - context.seed
         count, piece = min(count, left), PIECE // 5
     return [
         replace(context, seed=context.seed + start, cases=min(piece, count - start))

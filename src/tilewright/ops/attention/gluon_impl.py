@@ -70,32 +70,46 @@ def table() -> dict[tuple[int, bool], tuple[tuple[float, Launch], ...]]:
     return found
 
 
-# With softcap a score takes three times the instructions. Measured on an H200, 2026-11.
+# With softcap a score takes twice the instructions. By columns and borders, as found on an H200.
 CAPPED = {
-    64: Launch(3, 64, 4, turns=True, lazy=True, order="pairs"),
-    128: Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
-    256: Launch(2, 64, 2, turns=False, lazy=True, order="pairs"),
+    (64, False): Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
+    (64, True): Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
+    (128, False): Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
+    (128, True): Launch(2, 128, 2, turns=False, lazy=False, order="pairs"),
+    (256, False): Launch(2, 64, 2, turns=False, lazy=True, order="pairs"),
+    (256, True): Launch(2, 64, 2, turns=False, lazy=True, order="pairs"),
 }
 
 
 def launch(
-    columns: int, borders: bool, keys: int, *, window: bool, capped: bool, ragged: bool
-) -> Launch:
+    columns: int, borders: bool, keys: int, *, window: bool, capped: bool, ragged: bool,
+    chained: bool = False,
+) -> Launch:  # fmt: skip
     """For tiles of so many columns, whose rows see up to so many keys. `borders`: a causal mask or
-    a window. `ragged`: lengths that the GPU knows."""
+    a window. `ragged`: lengths that the GPU knows. `chained`: two products for one."""
     choice = next(one for up_to, one in table()[columns, borders] if keys <= up_to)
+    if capped:
+        choice = CAPPED[columns, borders]
+    if chained:  # more to issue at once: one consumer at a time
+        choice = replace(choice, turns=True, lazy=True)
     # lengths and borders take registers: two consumers, and nothing kept for the next step
-    spare = replace(choice, workers=2, turns=False, lazy=False)
+    spare = replace(choice, workers=2, turns=chained, lazy=False)
     if ragged:  # no two tiles are the same work
         return replace(spare, order="queue")
-    if window:
-        return replace(spare, order="one")
-    return CAPPED[columns] if capped else choice
+    return replace(spare, order="one") if window else choice
 
 
 def width(dim: int) -> int:
     """Columns of the tile that holds a head; TMA fills up with zeros."""
     return max(1 << (dim - 1).bit_length(), 64)
+
+
+def rest(dim: int) -> int:
+    """Columns that are multiplied beyond half of such a tile, or 0 if all are: heads of 96 are
+    multiplied as 64 and 32, not as 128."""
+    half = width(dim) // 2
+    columns = max(1 << (dim - half - 1).bit_length(), 16)
+    return columns if half >= ROWS and columns < half else 0
 
 
 def refuses(
@@ -149,6 +163,7 @@ def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[
     choice = launch(
         max(columns, value_columns), borders, _reach(call),
         window=call.left >= 0, capped=call.softcap > 0, ragged=ragged,
+        chained=bool(rest(call.q.dim) or rest(call.v.dim)),
     )  # fmt: skip
     rows = choice.workers * ROWS
     tiles = places(call, call.q, call.rows, rows)
@@ -189,6 +204,7 @@ def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[
             "TAIL": ragged or call.keys % choice.keys > 0, "RAGGED": ragged,
             "SOFTCAP": call.softcap > 0, "SCALED": call.scale < SMALLEST, "TURNS": choice.turns,
             "LAZY": choice.lazy, "OWN": own, "QUEUE": queue, "ORDER": choice.order,
+            "REST": rest(call.q.dim), "REST_OF_VALUES": rest(call.v.dim),
         },
         aligned=True,
         num_warps=4,

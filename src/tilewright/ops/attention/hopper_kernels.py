@@ -17,11 +17,11 @@ There are no future annotations here: Triton reads the fields of an aggregate of
 from tilewright.toolkit.gluon_attention import (
     between,
     by_lane,
+    capped,
     exp2,
     follow,
     from_pairs,
     scale_unless_one,
-    tanh,
     to_pairs,
     up_to,
 )
@@ -80,6 +80,10 @@ class How:
     QUEUE: gl.constexpr  # tiles of queries that a consumer may have
     ORDER: gl.constexpr  # of the tiles: `_tile`
     DTYPE: gl.constexpr
+    REST: (
+        gl.constexpr
+    )  # columns of q and k that follow half a tile, or 0: whole tiles are multiplied
+    REST_OF_VALUES: gl.constexpr
 
 
 @record
@@ -155,7 +159,9 @@ def _tile(step, where, how):
         halves = (where.blocks + 1) // 2
         unit = gl.program_id(0) + step // 2 * gl.num_programs(0)
         line = unit // halves
-        pair = (unit + line) % halves  # else the middle block, half a pair, would meet some SMs often
+        pair = (
+            unit + line
+        ) % halves  # else the middle block, half a pair, would meet some SMs often
         block = gl.where(step % 2 == 0, where.blocks - 1 - pair, pair)
         is_there = (line < where.lines) & ((step % 2 == 0) | (block < where.blocks - 1 - pair))
         head, number = line % where.heads, line // where.heads
@@ -272,8 +278,9 @@ def _produce(q_desc, k_desc, v_desc, counter_ptr, where, rings, how):
         round = 0
         tile = gl.program_id(0)
         while tile < where.blocks * where.lines:
+            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)  # the answer takes long
             n, done = _produce_tile(tile, round, n, done, q_desc, k_desc, v_desc, where, rings, how)
-            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            tile = following
             round += 1
         _tell(rings, round, False, 0, -1, 0, 0, 0, 0, 0, how)
     else:
@@ -287,33 +294,31 @@ def _produce(q_desc, k_desc, v_desc, counter_ptr, where, rings, how):
 
 @gluon.jit
 def _logits(s, scale, softcap, how):
-    """Before a mask makes some -inf; `_unit` is what is left to multiply them by."""
+    """Before a mask makes some -inf; where the scale is a plain one, it is left to `_softmax`."""
     if how.SOFTCAP:
-        s = tanh(s * (scale / softcap))
-    elif how.SCALED:  # a scale that turns scores round, or makes them 0
+        s = capped(s, scale / softcap)
+    if how.SCALED:  # a scale that turns scores round, or makes them 0
         s = s * (scale * LOG2_E)
     return s
 
 
 @gluon.jit
-def _softmax(s, peak, total, scale, softcap, how):
+def _softmax(s, peak, total, scale, how):
     """(weights in pairs, peak, total, factor of what was summed before) with the scores s.
 
     All but s is in units of log 2. Four lanes hold a row: `total` is a lane's own, `peak` the same
     in all, both [SHARE, 4]. With LAZY the peak follows only scores that are 8 above it: weights up
     to 2^8 do no harm, and most factors are 1.
     """
-    SCALED: gl.constexpr = how.SCALED and not how.SOFTCAP
-    unit = (softcap if how.SOFTCAP else scale) * LOG2_E
     of_lanes = by_lane(s)
     high = gl.convert_layout(gl.max(gl.max(of_lanes, 3), 1), OF_LANES, assert_trivial=True)
-    if not SCALED:
-        high = high * unit
+    if not how.SCALED:
+        high = high * (scale * LOG2_E)
     new_peak = follow(peak, high, how.LAZY)
     shift = gl.where(new_peak == MINUS_INF, 0.0, new_peak)  # a row that has seen no key yet
     base = _to_lanes(shift, of_lanes)
-    # scores are scaled while the maximum is taken off: one instruction
-    p = exp2(of_lanes - base) if SCALED else exp2(of_lanes * unit - base)
+    scaled = of_lanes if how.SCALED else of_lanes * (scale * LOG2_E)
+    p = exp2(scaled - base)  # with the product before it, one instruction and one
     shrink = exp2(peak - shift)
     of_tile = gl.convert_layout(gl.sum(gl.sum(p, 3), 1), OF_LANES, assert_trivial=True)
     return to_pairs(p, how.DTYPE), new_peak, total * shrink + of_tile, shrink
@@ -328,6 +333,16 @@ def _to_lanes(x, like):
 
 @gluon.jit
 def _rescale(acc, shrink, how):
+    """All sums of a row by the same factor."""
+    if how.REST_OF_VALUES == 0:
+        scaled = (_rescale_part(acc[0], shrink, how),)
+    else:
+        scaled = (_rescale_part(acc[0], shrink, how), _rescale_part(acc[1], shrink, how))
+    return scaled
+
+
+@gluon.jit
+def _rescale_part(acc, shrink, how):
     of_lanes = by_lane(acc)
     factor = _to_lanes(shrink, of_lanes)
     scaled = scale_unless_one(of_lanes, factor) if how.LAZY else of_lanes * factor
@@ -348,18 +363,66 @@ def _mask(s, i, tile, keys, off, where, how):
 def _scores(q, rings, n, how, S: gl.constexpr):
     """q k^T of tile n, under way."""
     k = rings.k.index(n % how.STAGES).reshape([how.KEYS, rings.k.shape[4]])
-    zero = gl.zeros([SHARE, how.KEYS], gl.float32, S)
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = gl.zeros([SHARE, how.KEYS], gl.float32, S)
+    if how.REST == 0:
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = q.shape[1] // 2
+        of_half = k.slice(0, HALF, 1).permute((1, 0))
+        s = warpgroup_mma(q.slice(0, HALF, 1), of_half, s, use_acc=False, is_async=True)
+        of_rest = k.slice(HALF, how.REST, 1).permute((1, 0))
+        s = warpgroup_mma(q.slice(HALF, how.REST, 1), of_rest, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _no_values(columns: gl.constexpr, how):
+    """Sums of nothing: one tile, or that of half of the columns and that of the rest."""
+    if how.REST_OF_VALUES == 0:
+        acc = (_no_values_of(columns),)
+    else:
+        acc = (_no_values_of(columns // 2), _no_values_of(how.REST_OF_VALUES))
+    return acc
+
+
+@gluon.jit
+def _no_values_of(columns: gl.constexpr):
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    return gl.zeros([SHARE, columns], gl.float32, OUT)
 
 
 @gluon.jit
 def _add_values(p, acc, rings, n, how):
     """acc + p v of tile n, under way."""
+    v = rings.v.index(n % how.STAGES).reshape([how.KEYS, rings.v.shape[4]])
+    if how.REST_OF_VALUES == 0:
+        adding = (_add_values_of(p, v, acc[0], how),)
+    else:
+        HALF: gl.constexpr = v.shape[1] // 2
+        of_rest = v.slice(HALF, how.REST_OF_VALUES, 1)
+        adding = (
+            _add_values_of(p, v.slice(0, HALF, 1), acc[0], how),
+            _add_values_of(p, of_rest, acc[1], how),
+        )
+    return adding
+
+
+@gluon.jit
+def _add_values_of(p, v, acc, how):
     P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     p = from_pairs(p, how.DTYPE).reshape([SHARE, how.KEYS])
     p = gl.convert_layout(p, P, assert_trivial=True)  # as scores lie
-    v = rings.v.index(n % how.STAGES).reshape([how.KEYS, rings.v.shape[4]])
     return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _added(adding, how):
+    """The sums, when they are ready."""
+    if how.REST_OF_VALUES == 0:
+        acc = (warpgroup_mma_wait(0, deps=adding),)
+    else:
+        acc = warpgroup_mma_wait(0, deps=adding)
+    return acc
 
 
 @gluon.jit
@@ -409,13 +472,14 @@ def _advance(
     _await(rings.v_full, n - 1, how)
     adding = _add_values(p, acc, rings, n - 1, how)
     _pass_turn(rings, how, WHICH)
-    s = warpgroup_mma_wait(1, deps=(scores,))
+    UNDER_WAY: gl.constexpr = 1 if how.REST_OF_VALUES == 0 else 2
+    s = warpgroup_mma_wait(UNDER_WAY, deps=(scores,))
     _free(rings.k_empty, n, how)
     s = _logits(s, scale, softcap, how)
     if MASKED:
         s = _mask(s, i, tile, keys, off, where, how)
-    p, peak, total, shrink = _softmax(s, peak, total, scale, softcap, how)
-    acc = warpgroup_mma_wait(0, deps=(adding,))
+    p, peak, total, shrink = _softmax(s, peak, total, scale, how)
+    acc = _added(adding, how)
     _free(rings.v_empty, n - 1, how)
     if not how.LAZY:
         acc = _rescale(acc, shrink, how)
@@ -451,19 +515,22 @@ def _store(
 ):  # fmt: skip
     """Rows and their lse. TMA stops at the end of the tensor; where rows of another sequence
     follow, the last ones are stored one by one."""
-    OUT: gl.constexpr = acc.type.layout
     PACKED: gl.constexpr = where.cu_q_ptr is not None
     nothing = total == 0.0  # no key was seen: the row is 0 and its lse -inf
     lse = gl.where(nothing, MINUS_INF, (peak + gl.log2(total)) * LN_2)
     line = head if PACKED else batch * where.heads + head
     of_line = results.lse_ptr + line.to(gl.int64) * results.lse_h
     gl.store(of_line + (first_row + i), lse, mask=i < rows)
-    nothing = gl.convert_layout(nothing, gl.SliceLayout(1, OUT))[:, None]
-    total = gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
-    out = gl.where(nothing, 0.0, acc * (1.0 / total)).to(rings.o.dtype)
+    factor = gl.where(nothing, 0.0, 1.0 / total)
     tma_store_wait(0)  # what was stored before has been read
     o = rings.o.index(WHICH)
-    o.reshape(acc.shape).store(out)
+    out = o.reshape([SHARE, o.shape[3]])
+    if how.REST_OF_VALUES == 0:
+        _keep(acc[0], factor, out)
+    else:
+        HALF: gl.constexpr = o.shape[3] // 2
+        _keep(acc[0], factor, out.slice(0, HALF, 1))
+        _keep(acc[1], factor, out.slice(HALF, how.REST_OF_VALUES, 1))
     fence_async_shared()
     if PACKED:
         if first + SHARE <= rows:
@@ -474,6 +541,13 @@ def _store(
         tma_store(results.o_desc, [batch, head, first, 0], o)
     if not how.OWN:
         tma_store_wait(0)
+
+
+@gluon.jit
+def _keep(acc, factor, out):
+    """Sums, divided, in shared memory."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    out.store((acc * factor).to(out.dtype))
 
 
 @gluon.jit
@@ -501,9 +575,7 @@ def _consume_tile(
     """A consumer's rows of a tile; n, `done`, `turn` and `cleaned` count tiles of keys, of rows,
     turns, and tiles that were cleaned."""
     COLUMNS: gl.constexpr = rings.k.shape[4]
-    VALUE_COLUMNS: gl.constexpr = rings.v.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_COLUMNS, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     MASKED: gl.constexpr = how.LEFT or how.RIGHT or how.TAIL
     all_bottom, all_top, cut_left, cut_right = _span(
@@ -543,8 +615,8 @@ def _consume_tile(
     s = _logits(s, scale, softcap, how)
     if MASKED:
         s = _mask(s, i, top - 1, keys, off, where, how)
-    p, peak, total, shrink = _softmax(s, peak, total, scale, softcap, how)
-    acc = gl.zeros([SHARE, VALUE_COLUMNS], gl.float32, OUT)
+    p, peak, total, shrink = _softmax(s, peak, total, scale, how)
+    acc = _no_values(rings.v.shape[4], how)
     n += 1
 
     whole = gl.maximum(top - gl.maximum(cut_right, 1), bottom) if MASKED else top - 1
@@ -578,7 +650,7 @@ def _consume_tile(
     if how.LAZY:
         acc = _rescale(acc, shrink, how)
     _await(rings.v_full, n - 1, how)
-    acc = warpgroup_mma_wait(0, deps=(_add_values(p, acc, rings, n - 1, how),))
+    acc = _added(_add_values(p, acc, rings, n - 1, how), how)
     _free(rings.v_empty, n - 1, how)
     if how.LEFT:
         for _ in range(bottom - all_bottom):
@@ -649,15 +721,15 @@ def _attend_on_hopper(
     REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     TAIL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALED: gl.constexpr,
     TURNS: gl.constexpr, LAZY: gl.constexpr, OWN: gl.constexpr, QUEUE: gl.constexpr,
-    ORDER: gl.constexpr,
+    ORDER: gl.constexpr, REST: gl.constexpr, REST_OF_VALUES: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = q_desc.block_type.shape[3]
     VALUE_COLUMNS: gl.constexpr = v_desc.block_type.shape[3]
     PACKED: gl.constexpr = cu_q_ptr is not None
-    dtype: gl.constexpr = q_desc.dtype
+    DTYPE: gl.constexpr = q_desc.dtype
     how = How(
         WORKERS, KEYS, STAGES, LEFT, RIGHT, TAIL, RAGGED, SOFTCAP, SCALED, TURNS, LAZY,
-        OWN, QUEUE, ORDER, dtype,
+        OWN, QUEUE, ORDER, DTYPE, REST, REST_OF_VALUES,
     )  # fmt: skip
     # what is known already takes no register
     where = Where(
@@ -668,11 +740,11 @@ def _attend_on_hopper(
         bottom_right if (LEFT or RIGHT) and RAGGED else 0, cu_q_ptr, cu_k_ptr, key_counts_ptr,
     )  # fmt: skip
     QUERIES: gl.constexpr = QUEUE * WORKERS
-    q = gl.allocate_shared_memory(dtype, [QUERIES, 1, 1, SHARE, COLUMNS], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, COLUMNS], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, VALUE_COLUMNS], v_desc.layout)
+    q = gl.allocate_shared_memory(DTYPE, [QUERIES, 1, 1, SHARE, COLUMNS], q_desc.layout)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, KEYS, COLUMNS], k_desc.layout)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, KEYS, VALUE_COLUMNS], v_desc.layout)
     if OWN:
-        o = gl.allocate_shared_memory(dtype, [WORKERS, 1, 1, SHARE, VALUE_COLUMNS], o_desc.layout)
+        o = gl.allocate_shared_memory(DTYPE, [WORKERS, 1, 1, SHARE, VALUE_COLUMNS], o_desc.layout)
     else:
         o = q
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

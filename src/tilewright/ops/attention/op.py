@@ -17,7 +17,7 @@ from tilewright import attending, checks, debugging, library
 from tilewright.attending import HEADS, TOKENS
 from tilewright.ops.attention import bounds, reference
 from tilewright.shapes import LLAMA_3_8B, MODELS
-from tilewright.spec import Args, Autograd, Backend, Case, Cost, Op, normal
+from tilewright.spec import Args, Autograd, Backend, Case, Cost, Features, Op, normal
 
 HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -135,7 +135,10 @@ BIASES = {  # which of (batch, heads, queries, keys) a bias has
 
 
 def inputs(dims: Dims, dtype: torch.dtype, device: Any, rng: Any) -> Args:
-    """q of dims["shape"]; of two dims, rows and columns, it makes a batch of small heads."""
+    """q of dims["shape"]; of two dims, rows and columns, it makes a batch of small heads.
+
+    With dims["head_dim"], heads of q and k are so wide instead.
+    """
     shape, layout, kv_heads, lengths, key_lengths = _geometry(dims)
     packed, transposed = layout == "thd", dims.get("from_bshd", False)
     batch, heads = len(lengths) if packed else shape[0], shape[HEADS[layout]]
@@ -202,6 +205,7 @@ def _geometry(dims: Dims) -> tuple[Any, str, int, tuple[int, ...], tuple[int, ..
     if len(shape) == 2:
         rows, columns = shape
         shape, kv_heads = (rows, 1, max(columns // 16, min(columns, 1)), 16), 1
+    shape = (*shape[:-1], dims.get("head_dim", shape[-1]))
     tokens = shape[TOKENS[layout]]
     lengths, key_lengths, keys = dims.get("lengths"), dims.get("key_lengths"), dims.get("keys")
     if layout == "thd":
@@ -341,6 +345,20 @@ def features(large: bool) -> dict[str, dict[str, Dims]]:
         "bias": {"no": {}, **{kind: {"bias": kind} for kind in BIASES}},
         "value dim": {"same": {}, "other": {"value_dim": 40}},
     }
+
+
+def features_of_few_keys(_: bool) -> Features:
+    """What `naive` serves: few keys, and nothing beside a mask that changes a score."""
+    served = features(large=False)
+    sequences = {name: served["sequences"][name] for name in ("bhsd", "bshd")}
+    no: Features = {name: {"no": {}} for name in ("softcap", "sinks", "ALiBi", "bias")}
+    return {**served, "sequences": sequences, **no}
+
+
+def features_on_hopper(large: bool) -> Features:
+    """What `gluon` serves; and heads of several widths, for its choices depend on them."""
+    widths = {str(dim): {"head_dim": dim} for dim in (64, 96, 128, 256)}
+    return {**features(large), "ALiBi": {"no": {}}, "bias": {"no": {}}, "head dim": widths}
 
 
 # --- cost ----------------------------------------------------------------------------------------
@@ -501,7 +519,7 @@ def _by_work(
     yield Case(f"{name}-thd-causal", {**packed, "causal": True, "kv_heads": 2, "sinks": True})
 
 
-LONG = {64: (700, 1500, 3000, 5000, 9000), 128: (700, 3000), 256: (700, 3000, 9000)}
+LONG = dict.fromkeys((64, 128, 256), (700, 1500, 3000, 5000, 9000))
 
 
 def _long() -> Iterator[Case]:
@@ -516,6 +534,8 @@ def _long() -> Iterator[Case]:
         window = {"shape": (1, 2, 1030, dim), "window": (200, 3)}
         yield Case(f"long-{dim}-window", window)
         yield Case(f"long-{dim}-softcap", {"shape": (1, 2, 517, dim), "softcap": 50.0})
+        capped = {"shape": (1, 2, 1030, dim), "softcap": 50.0, "causal": True}
+        yield Case(f"long-{dim}-softcap-causal", capped)
     far = {"shape": (1, 2, 1030, 64), "window": (900, 0)}
     yield Case("long-64-far-window", far)
     packed = {"layout": "thd", "lengths": (301, 0, 216)}
@@ -523,7 +543,12 @@ def _long() -> Iterator[Case]:
     every = {"window": (200, 3), "softcap": 5.0, "sinks": True}
     yield Case("long-256-everything", {"shape": (1, 2, 517, 256), **every})
     yield Case("long-256-thd-everything", {"shape": (517, 2, 256), **packed, **every})
+    # widths that are multiplied in two parts
     yield Case("long-96", {"shape": (1, 2, 700, 96), "causal": True, "value_dim": 192})
+    yield Case("long-80-softcap", {"shape": (1, 2, 517, 80), "softcap": 5.0})
+    yield Case("long-160", {"shape": (1, 2, 700, 160), "value_dim": 128})
+    yield Case("long-192-thd", {"shape": (517, 2, 192), **packed, "causal": True})
+    yield Case("long-192-window", {"shape": (1, 2, 1030, 192), "window": (200, 3)})
 
 
 FLOAT32 = {"bias_dtype": torch.float32}
@@ -593,14 +618,15 @@ COMPILED = (
     *("much-thd", "16 skewed lengths causal", "much-thd-256"),
 )
 COMPILED_FOR_HOPPER = (
-    *(f"long-64-{n}" for n in ("700", "700-causal", "1500-causal", "3000-causal", "5000")),
-    *("long-64-5000-causal", "long-64-9000", "long-128-700", "long-128-3000", "long-256-700"),
-    *("long-256-700-causal", "long-256-9000-causal", "long-96"),
-    *(f"long-{dim}-{what}" for dim in LONG for what in ("window", "softcap")),
+    *("long-64-700", "long-64-9000", "long-128-700", "long-128-9000", "long-256-700"),
+    *("long-256-9000", *(f"long-{dim}-{n}-causal" for dim in LONG for n in (700, 3000, 9000))),
+    *(f"long-{dim}-{what}" for dim in LONG for what in ("window", "softcap", "softcap-causal")),
     *("much-window", "much-seq-lens", "much-thd-causal", "much-128-causal", "softcap-50"),
-    *("scale--0.3", "sinks", "D64 T512 full", "D128 T512 full", "long-64-far-window"),
-    *("long-256-thd", "thd-causal", "16 skewed lengths full", "long-256-everything"),
-    *("long-256-thd-everything",),
+    *("scale--0.3", "sinks", "D64 T512 full", "D128 T512 full", "D256 T8192 full", "thd-causal"),
+    *("long-64-far-window", "long-256-thd", "16 skewed lengths full", "long-256-everything"),
+    *("long-256-thd-everything", "long-96", "long-80-softcap", "long-160", "long-192-thd"),
+    *("long-192-window", "long-64-1500-causal", "D64 T16384 causal", "D64 T16384 full"),
+    *("D128 T16384 causal", "D256 T16384 causal"),
 )
 
 
@@ -670,7 +696,12 @@ OP = Op(
     outputs=attending.outputs,
     check=attending.check,
     backends=(
-        _triton("naive", "naive_impl", tensor_cores=("_attend_at_once",), dtypes=HALVES),
+        _triton(
+            *("naive", "naive_impl"),
+            dtypes=HALVES,
+            tensor_cores=("_attend_at_once",),
+            features=features_of_few_keys,
+        ),
         Backend(
             "gluon",
             "gluon",
@@ -683,6 +714,7 @@ OP = Op(
             tensor_cores=("_attend_on_hopper",),
             may_spill=128,  # words, most read once in a tile; what the matrix finds is in notes.md
             compiled=COMPILED_FOR_HOPPER,
+            features=features_on_hopper,
         ),
         # 2048 lets misaligned heads of 256 elements pass, and has no other reason (notes.md)
         _triton("triton", "triton_impl", may_spill=2048, tensor_cores=("_attend",)),
