@@ -526,7 +526,7 @@ def test_a_triton_without_the_gluon_we_know_leaves_the_other_backends(
     """Gluon is experimental: what was renamed there must not stop a call that Triton can serve."""
     q = torch.empty(4, 16, 4096, 128, device="meta", dtype=torch.bfloat16)
     assert tilewright.explain("attention", q, q, q, gpu="h200").backend == "gluon"
-    ours = (".gluon_compat", ".gluon_attention", ".hopper_kernels", ".gluon_impl")
+    ours = (".gluon_compat", ".gluon_attention", ".hopper_math", ".hopper_kernels", ".gluon_impl")
     for name in [name for name in sys.modules if name.endswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)

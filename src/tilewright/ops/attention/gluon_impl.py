@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from tilewright.gpu import KIB, Gpu
-from tilewright.ops.attention.hopper_kernels import SHARE, _attend_on_hopper
+from tilewright.ops.attention.hopper_kernels import _attend_on_hopper
+from tilewright.ops.attention.hopper_math import SHARE
 from tilewright.toolkit import attention_call, memory
 from tilewright.toolkit.attention_call import (
     Call,

@@ -14,16 +14,19 @@ whole ones without a mask, then those that the window's left border cuts.
 There are no future annotations here: Triton reads the fields of an aggregate off their classes.
 """
 
-from tilewright.toolkit.gluon_attention import (
-    between,
-    by_lane,
-    capped,
-    exp2,
-    follow,
-    from_pairs,
-    scale_unless_one,
-    to_pairs,
-    up_to,
+from tilewright.ops.attention.hopper_math import (
+    LOG2_E,
+    MINUS_INF,
+    OF_LANES,
+    SHARE,
+    add_values,
+    added,
+    logits,
+    mask,
+    no_values,
+    rescale,
+    scores,
+    softmax,
 )
 from tilewright.toolkit.gluon_compat import (
     fence_async_shared,
@@ -34,29 +37,11 @@ from tilewright.toolkit.gluon_compat import (
     tma_load,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewright.toolkit.triton_attention import (
-    _in_slot,
-    keys_seen,
-    sequence,
-)
+from tilewright.toolkit.triton_attention import _in_slot, keys_seen, sequence
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-MINUS_INF = gl.constexpr(float("-inf"))
-SHARE = gl.constexpr(64)  # rows of a consumer: a product of the tensor cores has 64
-# of [SHARE, 4]: a thread has two rows, 8 apart, of one of the four lanes that hold them
-OF_LANES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 4],
-    )
-)
 
 Known = gl.tensor | gl.constexpr  # when a kernel runs, or already when it is compiled
 
@@ -293,139 +278,6 @@ def _produce(q_desc, k_desc, v_desc, counter_ptr, where, rings, how):
 
 
 @gluon.jit
-def _logits(s, scale, softcap, how):
-    """Before a mask makes some -inf; where the scale is a plain one, it is left to `_softmax`."""
-    if how.SOFTCAP:
-        s = capped(s, scale / softcap)
-    if how.SCALED:  # a scale that turns scores round, or makes them 0
-        s = s * (scale * LOG2_E)
-    return s
-
-
-@gluon.jit
-def _softmax(s, peak, total, scale, how):
-    """(weights in pairs, peak, total, factor of what was summed before) with the scores s.
-
-    All but s is in units of log 2. Four lanes hold a row: `total` is a lane's own, `peak` the same
-    in all, both [SHARE, 4]. With LAZY the peak follows only scores that are 8 above it: weights up
-    to 2^8 do no harm, and most factors are 1.
-    """
-    of_lanes = by_lane(s)
-    high = gl.convert_layout(gl.max(gl.max(of_lanes, 3), 1), OF_LANES, assert_trivial=True)
-    if not how.SCALED:
-        high = high * (scale * LOG2_E)
-    new_peak = follow(peak, high, how.LAZY)
-    shift = gl.where(new_peak == MINUS_INF, 0.0, new_peak)  # a row that has seen no key yet
-    base = _to_lanes(shift, of_lanes)
-    scaled = of_lanes if how.SCALED else of_lanes * (scale * LOG2_E)
-    p = exp2(scaled - base)  # with the product before it, one instruction and one
-    shrink = exp2(peak - shift)
-    of_tile = gl.convert_layout(gl.sum(gl.sum(p, 3), 1), OF_LANES, assert_trivial=True)
-    return to_pairs(p, how.DTYPE), new_peak, total * shrink + of_tile, shrink
-
-
-@gluon.jit
-def _to_lanes(x, like):
-    """[SHARE, 4] as [SHARE, 1, 4, 1] beside `like`."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, :, None]
-
-
-@gluon.jit
-def _rescale(acc, shrink, how):
-    """All sums of a row by the same factor."""
-    if how.REST_OF_VALUES == 0:
-        scaled = (_rescale_part(acc[0], shrink, how),)
-    else:
-        scaled = (_rescale_part(acc[0], shrink, how), _rescale_part(acc[1], shrink, how))
-    return scaled
-
-
-@gluon.jit
-def _rescale_part(acc, shrink, how):
-    of_lanes = by_lane(acc)
-    factor = _to_lanes(shrink, of_lanes)
-    scaled = scale_unless_one(of_lanes, factor) if how.LAZY else of_lanes * factor
-    return gl.convert_layout(scaled.reshape(acc.shape), acc.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _mask(s, i, tile, keys, off, where, how):
-    """-inf for keys that a row does not see, or that there are not."""
-    start = tile * how.KEYS
-    last = gl.zeros_like(i) + (keys - 1 - start)
-    if how.RIGHT:
-        last = gl.minimum(last, i + (off + where.right - start))
-    return between(s, i + (off - where.left - start), last) if how.LEFT else up_to(s, last)
-
-
-@gluon.jit
-def _scores(q, rings, n, how, S: gl.constexpr):
-    """q k^T of tile n, under way."""
-    k = rings.k.index(n % how.STAGES).reshape([how.KEYS, rings.k.shape[4]])
-    s = gl.zeros([SHARE, how.KEYS], gl.float32, S)
-    if how.REST == 0:
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-    else:
-        HALF: gl.constexpr = q.shape[1] // 2
-        of_half = k.slice(0, HALF, 1).permute((1, 0))
-        s = warpgroup_mma(q.slice(0, HALF, 1), of_half, s, use_acc=False, is_async=True)
-        of_rest = k.slice(HALF, how.REST, 1).permute((1, 0))
-        s = warpgroup_mma(q.slice(HALF, how.REST, 1), of_rest, s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _no_values(columns: gl.constexpr, how):
-    """Sums of nothing: one tile, or that of half of the columns and that of the rest."""
-    if how.REST_OF_VALUES == 0:
-        acc = (_no_values_of(columns),)
-    else:
-        acc = (_no_values_of(columns // 2), _no_values_of(how.REST_OF_VALUES))
-    return acc
-
-
-@gluon.jit
-def _no_values_of(columns: gl.constexpr):
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    return gl.zeros([SHARE, columns], gl.float32, OUT)
-
-
-@gluon.jit
-def _add_values(p, acc, rings, n, how):
-    """acc + p v of tile n, under way."""
-    v = rings.v.index(n % how.STAGES).reshape([how.KEYS, rings.v.shape[4]])
-    if how.REST_OF_VALUES == 0:
-        adding = (_add_values_of(p, v, acc[0], how),)
-    else:
-        HALF: gl.constexpr = v.shape[1] // 2
-        of_rest = v.slice(HALF, how.REST_OF_VALUES, 1)
-        adding = (
-            _add_values_of(p, v.slice(0, HALF, 1), acc[0], how),
-            _add_values_of(p, of_rest, acc[1], how),
-        )
-    return adding
-
-
-@gluon.jit
-def _add_values_of(p, v, acc, how):
-    P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p = from_pairs(p, how.DTYPE).reshape([SHARE, how.KEYS])
-    p = gl.convert_layout(p, P, assert_trivial=True)  # as scores lie
-    return warpgroup_mma(p, v, acc, is_async=True)
-
-
-@gluon.jit
-def _added(adding, how):
-    """The sums, when they are ready."""
-    if how.REST_OF_VALUES == 0:
-        acc = (warpgroup_mma_wait(0, deps=adding),)
-    else:
-        acc = warpgroup_mma_wait(0, deps=adding)
-    return acc
-
-
-@gluon.jit
 def _await(full, n, how):
     mbarrier.wait(full.index(n % how.STAGES), n // how.STAGES & 1)
 
@@ -466,23 +318,23 @@ def _advance(
     """Scores of tile n, while the values of tile n - 1 are being added."""
     _await(rings.k_full, n, how)
     _take_turn(turn, rings, how, WHICH)
-    scores = _scores(q, rings, n, how, S)
+    of_tile = scores(q, rings, n, how, S)
     if how.LAZY:
-        acc = _rescale(acc, shrink, how)
+        acc = rescale(acc, shrink, how)
     _await(rings.v_full, n - 1, how)
-    adding = _add_values(p, acc, rings, n - 1, how)
+    adding = add_values(p, acc, rings, n - 1, how)
     _pass_turn(rings, how, WHICH)
     UNDER_WAY: gl.constexpr = 1 if how.REST_OF_VALUES == 0 else 2
-    s = warpgroup_mma_wait(UNDER_WAY, deps=(scores,))
+    s = warpgroup_mma_wait(UNDER_WAY, deps=(of_tile,))
     _free(rings.k_empty, n, how)
-    s = _logits(s, scale, softcap, how)
+    s = logits(s, scale, softcap, how)
     if MASKED:
-        s = _mask(s, i, tile, keys, off, where, how)
-    p, peak, total, shrink = _softmax(s, peak, total, scale, how)
-    acc = _added(adding, how)
+        s = mask(s, i, tile, keys, off, where, how)
+    p, peak, total, shrink = softmax(s, peak, total, scale, how)
+    acc = added(adding, how)
     _free(rings.v_empty, n - 1, how)
     if not how.LAZY:
-        acc = _rescale(acc, shrink, how)
+        acc = rescale(acc, shrink, how)
     return acc, p, peak, total, shrink
 
 
@@ -610,13 +462,13 @@ def _consume_tile(
     q = rings.q.index(at_q).reshape([SHARE, COLUMNS])
     mbarrier.wait(rings.q_full.index(at_q), done // how.QUEUE & 1)
     _await(rings.k_full, n, how)
-    s = warpgroup_mma_wait(0, deps=(_scores(q, rings, n, how, S),))
+    s = warpgroup_mma_wait(0, deps=(scores(q, rings, n, how, S),))
     _free(rings.k_empty, n, how)
-    s = _logits(s, scale, softcap, how)
+    s = logits(s, scale, softcap, how)
     if MASKED:
-        s = _mask(s, i, top - 1, keys, off, where, how)
-    p, peak, total, shrink = _softmax(s, peak, total, scale, how)
-    acc = _no_values(rings.v.shape[4], how)
+        s = mask(s, i, top - 1, keys, off, where, how)
+    p, peak, total, shrink = softmax(s, peak, total, scale, how)
+    acc = no_values(rings, how)
     n += 1
 
     whole = gl.maximum(top - gl.maximum(cut_right, 1), bottom) if MASKED else top - 1
@@ -648,9 +500,9 @@ def _consume_tile(
     if how.OWN:  # the next queries may come
         mbarrier.arrive(rings.q_empty.index(at_q), count=1)
     if how.LAZY:
-        acc = _rescale(acc, shrink, how)
+        acc = rescale(acc, shrink, how)
     _await(rings.v_full, n - 1, how)
-    acc = _added(_add_values(p, acc, rings, n - 1, how), how)
+    acc = added(add_values(p, acc, rings, n - 1, how), how)
     _free(rings.v_empty, n - 1, how)
     if how.LEFT:
         for _ in range(bottom - all_bottom):
