@@ -283,37 +283,59 @@ def attention_sparse(found: Record) -> str:
     return _table(heads, rows) if rows else NOT_MEASURED
 
 
-def attention_hopper(root: Path) -> str:
-    """cuDNN's time over ours, with the choices of the table, from the record it was made of."""
-    record = _record(root, "h200/tune-attention.json")
-    if record is None:
+RIVALS_OF_ATTENTION = ("fa4", "sdpa-cudnn", "sdpa-flash")
+
+
+def attention_hopper(found: Record) -> str:
+    """The forward beside its rivals: their times over ours, and our rate."""
+    rows: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+    least: dict[str, list[float]] = defaultdict(list)
+    rates: dict[tuple[Any, ...], float] = {}
+    for contest in (c for c in contests(found.rows) if c.first.op == "attention"):
+        dims, ours, rival = contest.first.dims, contest.best, contest.best_rival
+        if ours is None:
+            continue
+        _, heads, tokens, dim = dims["shape"]
+        kv_heads, mask = dims.get("kv_heads", heads), "causal" if dims["causal"] else "full"
+        softcap, of_heads = dims.get("softcap", 0), "" if kv_heads == heads else (heads, kv_heads)
+        rates[dim, of_heads, tokens, mask, bool(softcap)] = ours.flops / time_of(ours) / 1e6
+        if softcap:
+            continue
+        name = f"{dim}{of_heads and f', {kv_heads} of {heads} key heads'}"
+        rows[name, mask, "TFLOP/s"][tokens] = f"{ours.flops / time_of(ours) / 1e6:.0f}"
+        for row in map(contest.rows.get, RIVALS_OF_ATTENTION):
+            if row is not None and has_number(row):
+                faster = time_of(row) / time_of(ours)
+                rows[name, mask, f"{row.contender} / ours"][tokens] = f"{faster:.2f}"
+        if rival is not None and not of_heads:
+            least[mask].append(time_of(rival) / time_of(ours))
+    if not rows:
         return NOT_MEASURED
-    chosen: dict[tuple[int, bool], list[Any]] = defaultdict(list)
-    for entry in record["choices"]:
-        chosen[entry["columns"], entry["borders"]].append(entry)
-    lines: dict[tuple[int, bool], list[tuple[int, float, float]]] = defaultdict(list)
-    for cell in record["cells"]:
-        dim, causal, tokens = cell["dim"], cell["causal"], cell["tokens"]
-        launch = next(
-            e["launch"]
-            for e in chosen[dim, causal]
-            if e["keys_up_to"] is None or tokens <= e["keys_up_to"]
-        )
-        us = next(c["us"] for c in cell["candidates"] if c["launch"] == launch)
-        pairs = 16_384 * tokens / (2 if causal else 1)
-        rate = 4 * pairs * 2048 / us / 1e6  # of 2,048 columns
-        lines[dim, causal].append((tokens, cell["cudnn_us"] / us, rate))
-    tokens = [t for t, *_ in next(iter(lines.values()))]
-    rows = [
-        (f"{dim}", "causal" if causal else "full", *(f"{x:.2f} · {tf:.0f}" for _, x, tf in cells))
-        for (dim, causal), cells in lines.items()
+    sizes = sorted({tokens for cells in rows.values() for tokens in cells})
+    heads_ = ("head dim", "mask", "", *(f"{tokens:,} tokens" for tokens in sizes))
+    lines = [(*line, *(at.get(n, NO_NUMBER) for n in sizes)) for line, at in rows.items()]
+    every = [x for some in least.values() for x in some]
+    words = [
+        f"Beside the quickest rival of each cell without shared heads: geometric mean "
+        f"{geometric_mean(every):.2f}, least {min(every):.2f}."
     ]
-    every = [x for cells in lines.values() for _, x, _ in cells]
-    words = f"Geometric mean {geometric_mean(every):.2f}, least {min(every):.2f}."
-    heads = ("head dim", "mask", *(f"{n:,} tokens" for n in tokens))
-    return (
-        f"{_table(heads, rows)}\n\n{words}\n\n{_environment(record)}; record `tune-attention.json`."
-    )
+    shared = [
+        rate / rates[dim, "", tokens, mask, False]
+        for (dim, heads, tokens, mask, capped), rate in rates.items()
+        if heads and not capped and (dim, "", tokens, mask, False) in rates
+    ]
+    if shared:
+        words.append(
+            f"Shared heads over heads of their own: {min(shared):.2f} to {max(shared):.2f}."
+        )
+    bent = [
+        f"{dim} {mask} {rate / plain:.2f}"
+        for (dim, heads, tokens, mask, capped), rate in rates.items()
+        if capped and (plain := rates.get((dim, heads, tokens, mask, False)))
+    ]
+    if bent:
+        words.append(f"With a softcap of 50 over without, 8,192 tokens: {', '.join(bent)}.")
+    return f"{_table(heads_, lines)}\n\n{' '.join(words)}"
 
 
 STEPS = {  # of docs/flash_attention.md: turns, lazy, order
@@ -449,7 +471,7 @@ MEASURED = (
     *(f"bench-{suite}-gated-norm" for suite in ("model", "prefill", "decode", "sweep")),
     *("bench-model", "bench-prefill-gated", "bench-prefill", "bench-decode-gated", "bench-decode"),
     *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
-    *("bench-sweep-attention", "bench-sparse-attention"),
+    *("bench-forward-attention", "bench-sweep-attention", "bench-sparse-attention"),
 )
 
 
@@ -591,7 +613,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "attention-floors": _of_bench("bench-quick", attention_floors),
     "attention-speed": _of_bench("bench-sweep-attention", attention_speed),
     "attention-sparse": _of_bench("bench-sparse-attention", attention_sparse),
-    "attention-hopper": attention_hopper,
+    "attention-hopper": _of_bench("bench-forward-attention", attention_hopper),
     "flash-attention-steps": flash_attention_steps,
     "compat": compat,
     **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
