@@ -130,14 +130,19 @@ PHASES = ("forward", "backward", "")
 
 
 def attention_features(root: Path) -> str:
-    """Which options of attention met on a GPU, from results/h200/verify-attention.json."""
-    record = _record(root, "h200/verify-attention.json") or {}
-    rows = [row for row in record.get("features", ()) if row["op"] == "attention"]
+    """Which options of attention met on a GPU, from the newest record of each backend."""
+    names = ("verify-attention", "verify-attention-gluon")
+    records = {name: found for name in names if (found := _record(root, f"h200/{name}.json"))}
+    rows: dict[str, list[Any]] = {}
+    for record in records.values():
+        there = [row for row in record.get("features", ()) if row["op"] == "attention"]
+        for backend in dict.fromkeys(row["backend"] for row in there):
+            rows[backend] = [row for row in there if row["backend"] == backend]
     if not rows:
         return NOT_MEASURED
-    backends = dict.fromkeys(row["backend"] for row in rows)
-    tables = [_meetings(b, [row for row in rows if row["backend"] == b]) for b in backends]
-    return "\n\n".join([*tables, f"{_environment(record)}; record `verify-attention.json`."])
+    tables = [_meetings(backend, some) for backend, some in rows.items()]
+    words = ", ".join(f"`{name}.json`" for name in records)
+    return "\n\n".join([*tables, f"{_environment(next(iter(records.values())))}; records {words}."])
 
 
 def _meetings(backend: str, rows: Sequence[Any]) -> str:
@@ -264,11 +269,12 @@ def attention_sparse(found: Record) -> str:
         for r in found.rows
         if r.contender == backend and has_number(r)
     }
+    phases = [p for p in ("forward", "backward") if any(phase == p for _, phase in ours)]
     rows = []
     for case in (case for case in registry()["attention"].cases if case.group == "sparse"):
         dense_name = f"T16384 {'causal' if case.dims.get('causal') else 'full'}"
         cells: list[str] = []
-        for phase in ("forward", "backward"):
+        for phase in phases:
             row, dense = ours.get((case.name, phase)), ours.get((dense_name, phase))
             if row is None or dense is None or case.name == dense_name:
                 continue
@@ -278,8 +284,7 @@ def attention_sparse(found: Record) -> str:
             if row.host is not None and dense.host is not None:
                 cells.append(f"{row.host.median / dense.host.median / work:.2f}")
         rows += [(case.name, *cells)] if cells else []
-    heads = ("case", "of the work", "forward", "in a queue of calls", "backward",
-             "in a queue of calls")  # fmt: skip
+    heads = ["case", "of the work", *(x for p in phases for x in (p, "in a queue of calls"))]
     return _table(heads, rows) if rows else NOT_MEASURED
 
 
@@ -613,6 +618,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "attention-floors": _of_bench("bench-quick", attention_floors),
     "attention-speed": _of_bench("bench-sweep-attention", attention_speed),
     "attention-sparse": _of_bench("bench-sparse-attention", attention_sparse),
+    "attention-sparse-hopper": _of_bench("bench-sparse-forward-attention", attention_sparse),
     "attention-hopper": _of_bench("bench-forward-attention", attention_hopper),
     "flash-attention-steps": flash_attention_steps,
     "compat": compat,

@@ -17,6 +17,13 @@ def exp2(x):
     )
 
 
+def _in_place(count: int, *others: str) -> str:
+    """Constraints of PTX that changes numbers where they are, and of what else it reads. Were they
+    other registers, ptxas would copy a whole accumulator in each step, and spill."""
+    tied = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + tied + [kind for kind in others for _ in range(count)])
+
+
 def _bits(x: float) -> str:
     """A constant of PTX."""
     return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
@@ -65,7 +72,7 @@ def _capped(count: int) -> tuple[str, str]:
         code += "rcp.approx.ftz.f32 e, e; fma.rn.f32 e, e, 0fC0000000, 0f3F800000; "
         code += "mul.f32 e, e, kk; abs.f32 x, x; "
         code += f"setp.lt.f32 p, x, {_bits(FAR)}; selp.f32 ${out}, y, e, p; "
-    return code + "DONE: }", ",".join(["=&f"] * count + ["f"] * 2 * count)
+    return code + "DONE: }", _in_place(count, "f")
 
 
 _CAPPED, _OF_CAPPED = map(gl.constexpr, _capped(32))
@@ -80,15 +87,13 @@ def capped(s, k):
 
 def _unless_all_are_one(count: int) -> tuple[str, str]:
     """PTX that multiplies numbers of two rows by factors, unless those of the whole warp are 1."""
-    first, factor = count, 2 * count
+    factor = 2 * count
     code = "{ .reg .pred one, all; "
     code += f"setp.eq.f32 one, ${factor}, 0f3F800000; "
     code += f"setp.eq.and.f32 one, ${factor + 2}, 0f3F800000, one; "
-    code += "vote.sync.all.pred all, one, 0xffffffff; "
-    code += "".join(f"mov.f32 ${i}, ${first + i}; " for i in range(count))
-    code += "@all bra DONE; "
+    code += "vote.sync.all.pred all, one, 0xffffffff; @all bra DONE; "
     code += "".join(f"mul.f32 ${i}, ${i}, ${factor + i}; " for i in range(count))
-    return code + "DONE: }", ",".join(["=&f"] * count + ["f"] * 2 * count)
+    return code + "DONE: }", _in_place(count, "f")
 
 
 _SCALE, _OF_SCALE = map(gl.constexpr, _unless_all_are_one(32))
@@ -127,7 +132,7 @@ def _within(count: int, left: bool) -> tuple[str, str]:
         if left:
             code += f"setp.le.and.s32 p, bound1{row}, {column}, p; "
         code += f"selp.f32 ${e}, ${scores + e}, 0fFF800000, p; "
-    return code + "}", ",".join(["=&f"] * count + ["f"] * count + ["r"] * count * len(rest))
+    return code + "}", _in_place(count, *["r"] * len(rest))
 
 
 _UP_TO_32, _UP_TO_64, _BETWEEN_32, _BETWEEN_64 = (

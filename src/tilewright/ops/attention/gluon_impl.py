@@ -76,7 +76,7 @@ CAPPED = {
     (64, False): Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
     (64, True): Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
     (128, False): Launch(2, 128, 2, turns=False, lazy=True, order="pairs"),
-    (128, True): Launch(2, 128, 2, turns=False, lazy=False, order="pairs"),
+    (128, True): Launch(2, 128, 2, turns=True, lazy=True, order="pairs"),
     (256, False): Launch(2, 64, 2, turns=False, lazy=True, order="pairs"),
     (256, True): Launch(2, 64, 2, turns=False, lazy=True, order="pairs"),
 }
@@ -93,11 +93,10 @@ def launch(
         choice = CAPPED[columns, borders]
     if chained:  # more to issue at once: one consumer at a time
         choice = replace(choice, turns=True, lazy=True)
-    # lengths and borders take registers: two consumers, and nothing kept for the next step
-    spare = replace(choice, workers=2, turns=chained, lazy=False)
+    spare = replace(choice, workers=2, lazy=True)  # lengths and borders take registers
     if ragged:  # no two tiles are the same work
-        return replace(spare, order="queue")
-    return replace(spare, order="one") if window else choice
+        return replace(spare, turns=chained or columns == 64, order="queue")
+    return replace(spare, turns=True, order="one") if window else choice
 
 
 def width(dim: int) -> int:

@@ -619,15 +619,13 @@ COMPILED = (
     *("much-thd", "16 skewed lengths causal", "much-thd-256"),
 )
 COMPILED_FOR_HOPPER = (
-    *("long-64-700", "long-64-9000", "long-128-700", "long-128-9000", "long-256-700"),
-    *("long-256-9000", *(f"long-{dim}-{n}-causal" for dim in LONG for n in (700, 3000, 9000))),
+    *(f"long-{dim}-{n}{mask}" for dim in LONG for n in LONG[dim] for mask in ("", "-causal")),
     *(f"long-{dim}-{what}" for dim in LONG for what in ("window", "softcap", "softcap-causal")),
+    *(f"D{dim} T{n} {mask}" for dim in LONG for n in (512, 16_384) for mask in ("full", "causal")),
     *("much-window", "much-seq-lens", "much-thd-causal", "much-128-causal", "softcap-50"),
-    *("scale--0.3", "sinks", "D64 T512 full", "D128 T512 full", "D256 T8192 full", "thd-causal"),
-    *("long-64-far-window", "long-256-thd", "16 skewed lengths full", "long-256-everything"),
-    *("long-256-thd-everything", "long-96", "long-80-softcap", "long-160", "long-192-thd"),
-    *("long-192-window", "long-64-1500-causal", "D64 T16384 causal", "D64 T16384 full"),
-    *("D128 T16384 causal", "D256 T16384 causal"),
+    *("scale--0.3", "sinks", "thd-causal", "16 skewed lengths full", "long-64-far-window"),
+    *("long-256-thd", "long-256-everything", "long-256-thd-everything", "long-96"),
+    *("long-80-softcap", "long-160", "long-192-thd", "long-192-window"),
 )
 
 
