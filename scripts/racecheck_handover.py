@@ -19,7 +19,7 @@ from tilewright.toolkit.gluon_compat import gl, gluon, mbarrier
 
 
 @gluon.jit
-def _put(out_ptr, place, full, empty, count):  # type: ignore[no-untyped-def]
+def _put(place, full, empty, count):  # type: ignore[no-untyped-def]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(count):
         mbarrier.wait(empty.index(0), (i & 1) ^ 1)
@@ -48,7 +48,7 @@ def _hand_over(out_ptr, count):  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_get, (out_ptr, place, full, empty, count)),
-            (_put, (out_ptr, place, full, empty, count)),
+            (_put, (place, full, empty, count)),
         ],
         [1],
         [24],

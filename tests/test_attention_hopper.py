@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from tilewright.ops.attention import gluon_impl, hopper_kernels, op
 from tilewright.ops.attention.gluon_impl import CAPPED, Launch, table
 from tilewright.toolkit import gluon_compat
 from tilewright.toolkit import launch as launching
+from tilewright.toolkit.attention_call import Call
 from tilewright.toolkit.gluon_compat import gl
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +131,22 @@ def test_lengths_a_window_and_softcap_have_choices_of_their_own(
             for window in (False, True):
                 found = choice(columns, borders, keys, ragged=True, window=window, **how)
                 assert found == replace(spare, turns=turns, order="queue")
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "wanted"),
+    [
+        (0.125, 50.0, 0.0025),
+        (-0.3, 30.0, -0.01),
+        (0.0, 5.0, 0.0),
+        (0.125, 0.0, 0.0),
+        (0.125, 1e-40, 2.0**100),
+        (-3.0, 1e-45, -(2.0**100)),
+    ],
+)
+def test_scores_are_bent_by_a_finite_factor(scale: float, softcap: float, wanted: float) -> None:
+    call = cast(Call, SimpleNamespace(scale=scale, softcap=softcap))
+    assert gluon_impl.bend(call) == pytest.approx(wanted)
 
 
 def test_the_registers_of_a_block_are_those_of_an_sm() -> None:
@@ -244,7 +261,8 @@ def test_each_way_to_look_at_scores_is_compiled(on_hopper: list[Wanted]) -> None
     assert {c["ORDER"] for c in every} == {"pairs", "one", "queue"}
     assert {c["QUEUE"] for c in every} == {1, 2}
     assert {c["REST"] for c in every} == {0, 16, 32, 64}
-    assert {c["REST_OF_VALUES"] for c in every} == {0, 16, 64}
+    assert {c["REST_OF_VALUES"] for c in every} == {0, 16, 32, 64}
+    assert any(c["SOFTCAP"] and c["SCALED"] for c in every)
     assert {w.request.technology for w in on_hopper} == {"gluon"}
     assert {w.kernel for w in on_hopper} == {"_attend_on_hopper"}
     assert all(w.tensor_cores for w in on_hopper)

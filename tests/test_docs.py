@@ -349,10 +349,11 @@ def test_a_cover_fills_the_feature_matrix(backend: str, tmp_path: Path) -> None:
 
 
 def test_every_level_met_every_other_on_a_gpu() -> None:
-    record = json.loads((ROOT / "results" / "h200" / "verify-attention.json").read_text("utf-8"))
-    there = {row["levels"] for row in record["features"] if row["backend"] == "triton"}
-    assert there == {text for text, *_ in features.calls("attention", "cuda")}
-    assert all(row["passed"] for row in record["features"])
+    for name, backend in (("verify-attention", "triton"), ("verify-attention-gluon", "gluon")):
+        record = json.loads((ROOT / "results" / "h200" / f"{name}.json").read_text("utf-8"))
+        there = {row["levels"] for row in record["features"] if row["backend"] == backend}
+        assert there == {text for text, *_ in features.calls("attention", "cuda", backend)}
+        assert all(row["passed"] for row in record["features"])
 
 
 def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:

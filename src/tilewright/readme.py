@@ -334,12 +334,12 @@ def attention_hopper(found: Record) -> str:
             f"Shared heads over heads of their own: {min(shared):.2f} to {max(shared):.2f}."
         )
     bent = [
-        f"{dim} {mask} {rate / plain:.2f}"
+        f"D{dim} T{tokens:,} {mask} {rate / plain:.2f}"
         for (dim, heads, tokens, mask, capped), rate in rates.items()
         if capped and (plain := rates.get((dim, heads, tokens, mask, False)))
     ]
     if bent:
-        words.append(f"With a softcap of 50 over without, 8,192 tokens: {', '.join(bent)}.")
+        words.append(f"With a softcap of 50 over without: {', '.join(bent)}.")
     return f"{_table(heads_, lines)}\n\n{' '.join(words)}"
 
 

@@ -100,7 +100,8 @@ def verify(
     case: Annotated[str, typer.Option(help="Only this declared edge case: widest.")] = "",
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     cases: Annotated[
-        int | None, typer.Option(min=1, help="Random cases per op and backend.")
+        int | None,
+        typer.Option(min=1, help="Random cases per op and backend, and calls of a cover, at most."),
     ] = None,
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,
     workers: Workers = None,

@@ -49,7 +49,8 @@ def _capped(count: int) -> tuple[str, str]:
     for s, _ in pairs:
         code += f"abs.f32 x, ${s}; max.f32 most, most, x; "
     code += "mul.f32 most, most, k; abs.f32 most, most; abs.f32 kk, k; "
-    code += f"setp.lt.f32 p, kk, {_bits(2.0**30)}; "  # its fourth power is a number
+    code += f"setp.lt.f32 p, kk, {_bits(2.0**30)}; "  # its fourth power is a normal number
+    code += f"setp.gt.and.f32 p, kk, {_bits(2.0**-30)}, p; "
     code += f"setp.lt.and.f32 p, most, {_bits(NEAR)}, p; vote.sync.all.pred all, p, 0xffffffff; "
     code += "@!all bra BEYOND; mul.f32 kk, k, k; "
     code += f"mul.f32 b, kk, {_bits(TANH_NEAR[1])}; mul.f32 a, kk, {_bits(TANH_NEAR[0])}; "
@@ -101,7 +102,8 @@ _SCALE, _OF_SCALE = map(gl.constexpr, _unless_all_are_one(32))
 
 @gluon.jit
 def scale_unless_one(acc, factor):
-    """acc * factor, [ROWS, COLUMNS] and [ROWS, 1]; nothing is done while all factors are 1."""
+    """acc * factor, of which a warp does nothing while all its factors are 1; both as `by_lane` has
+    them: a thread's registers are two of a row, two of the other, and so on."""
     acc, factor = gl.broadcast(acc, factor)
     return gl.inline_asm_elementwise(
         _SCALE, _OF_SCALE, [acc, factor], gl.float32, is_pure=True, pack=32

@@ -327,8 +327,12 @@ def repeat(c: Context) -> Iterator[Result]:
     """The same call gives the same bits, forward and backward."""
     times = 250 if c.device == "cuda" else 2
     columns = (48, 1000, 20_000) if c.device == "cuda" else (48, 1000)
-    for dtype, n in itertools.product(FLOATS, columns):
-        args = c.inputs({"shape": (300 if c.device == "cuda" else 40, n)}, dtype, c.seed)
+    rows = 300 if c.device == "cuda" else 40
+    calls = [(f"{n} columns", {"shape": (rows, n)}, d) for d in FLOATS for n in columns]
+    if c.device == "cuda":  # and some with options
+        calls += features.calls(c.op.name, c.device, c.backend)[::8]
+    for name, dims, dtype in calls:
+        args = c.inputs(dims, dtype, c.seed)
         if not c.serves(args):
             continue
         upstream = compare.random_like(as_tuple(c.op.outputs(*args)), c.seed)
@@ -336,7 +340,7 @@ def repeat(c: Context) -> Iterator[Result]:
         again = (_outputs_and_grads(c, args, upstream) for _ in range(times))
         same = all(compare.same_bits(first, other) for other in again)
         verdict = Verdict() if same else Verdict(message="bits differ from run to run")
-        yield c.result("repeat", f"{n} columns", dtype, "", verdict)
+        yield c.result("repeat", name, dtype, "", verdict)
 
 
 def _outputs_and_grads(c: Context, args: Args, upstream: Any = None) -> list[torch.Tensor]:

@@ -3,7 +3,8 @@
 A block holds 128 or 192 rows of a head, 64 for each of its consumers; one warp fetches what they
 need by TMA. How many consumers, how many keys a step takes, whether consumers take turns and
 whether blocks stay for several tiles is data: `tuned/attention-forward-sm90.json`, which
-`scripts/tune_attention.py` finds. All else follows from the sizes.
+`scripts/tune_attention.py` finds for plain calls. Softcap, lengths, windows and heads that are
+multiplied in two parts follow the rules of `launch`; all else follows from the sizes.
 Limits: halves, heads up to 256 elements, rows of whole 16 bytes, no ALiBi and no bias.
 """
 
@@ -42,6 +43,7 @@ TABLE = "attention-forward-sm90.json"
 SMALLEST = 2.0**-126  # a scale below it is 0 or turns scores round: they are masked after it
 MUCH = 2**26  # scores, as for TMA in `triton_impl`: smaller calls were not measured here
 RESERVED = 1 * KIB  # bytes for barriers
+STEEPEST = 2.0**100  # its reciprocal is a number, too
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,12 @@ def _reach(call: Call) -> int:
     return min(call.keys, call.left + call.right + 1)
 
 
+def bend(call: Call) -> float:
+    """What scores are multiplied by before tanh. Beyond the largest, it is a step either way."""
+    k = call.scale / call.softcap if call.softcap else 0.0
+    return min(max(k, -STEEPEST), STEEPEST)
+
+
 def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[..., None]:
     """`run(out, out, lse, q, k, v, sinks, cu_q, cu_k, key_counts, counter)`; the second if packed,
     the last, a 0, if lengths are known to the GPU alone."""
@@ -195,7 +203,7 @@ def _bind(call: Call, gpu: Gpu, options: Sequence[Any], out: Heads) -> Callable[
         (
             rounds, *tiles.arguments, call.group, call.rows, call.keys, call.left, call.right, off,
             call.bottom_right, out.token_stride, out.head_stride, call.q.tokens, call.scale,
-            call.softcap or 1.0,
+            bend(call),
         ),
         {
             "WORKERS": choice.workers, "KEYS": choice.keys, "STAGES": choice.stages,

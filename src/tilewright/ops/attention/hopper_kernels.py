@@ -65,9 +65,7 @@ class How:
     QUEUE: gl.constexpr  # tiles of queries that a consumer may have
     ORDER: gl.constexpr  # of the tiles: `_tile`
     DTYPE: gl.constexpr
-    REST: (
-        gl.constexpr
-    )  # columns of q and k that follow half a tile, or 0: whole tiles are multiplied
+    REST: gl.constexpr  # columns of q and k beyond half a tile, or 0: all are multiplied
     REST_OF_VALUES: gl.constexpr
 
 
@@ -144,9 +142,7 @@ def _tile(step, where, how):
         halves = (where.blocks + 1) // 2
         unit = gl.program_id(0) + step // 2 * gl.num_programs(0)
         line = unit // halves
-        pair = (
-            unit + line
-        ) % halves  # else the middle block, half a pair, would meet some SMs often
+        pair = (unit + line) % halves  # else the middle one, half a pair, would meet the same SMs
         block = gl.where(step % 2 == 0, where.blocks - 1 - pair, pair)
         is_there = (line < where.lines) & ((step % 2 == 0) | (block < where.blocks - 1 - pair))
         head, number = line % where.heads, line // where.heads
@@ -312,7 +308,7 @@ def _pass_tile(n, turn, rings, how, WHICH: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    acc, p, peak, total, shrink, q, i, n, turn, tile, keys, off, scale, softcap, where, rings, how,
+    acc, p, peak, total, shrink, q, i, n, turn, tile, keys, off, scale, bend, where, rings, how,
     WHICH: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile n, while the values of tile n - 1 are being added."""
@@ -327,7 +323,7 @@ def _advance(
     UNDER_WAY: gl.constexpr = 1 if how.REST_OF_VALUES == 0 else 2
     s = warpgroup_mma_wait(UNDER_WAY, deps=(of_tile,))
     _free(rings.k_empty, n, how)
-    s = logits(s, scale, softcap, how)
+    s = logits(s, scale, bend, how)
     if MASKED:
         s = mask(s, i, tile, keys, off, where, how)
     p, peak, total, shrink = softmax(s, peak, total, scale, how)
@@ -422,7 +418,7 @@ def _store_rows(o, first, rows, first_row, head, results):
 @gluon.jit
 def _consume_tile(
     first, head, batch, rows, keys, off, first_row, n, done, turn, cleaned, results, sinks_ptr,
-    scale, softcap, where, rings, how, WHICH: gl.constexpr,
+    scale, bend, where, rings, how, WHICH: gl.constexpr,
 ):  # fmt: skip
     """A consumer's rows of a tile; n, `done`, `turn` and `cleaned` count tiles of keys, of rows,
     turns, and tiles that were cleaned."""
@@ -464,7 +460,7 @@ def _consume_tile(
     _await(rings.k_full, n, how)
     s = warpgroup_mma_wait(0, deps=(scores(q, rings, n, how, S),))
     _free(rings.k_empty, n, how)
-    s = logits(s, scale, softcap, how)
+    s = logits(s, scale, bend, how)
     if MASKED:
         s = mask(s, i, top - 1, keys, off, where, how)
     p, peak, total, shrink = softmax(s, peak, total, scale, how)
@@ -477,13 +473,13 @@ def _consume_tile(
         for back in range(top - 1 - whole):
             acc, p, peak, total, shrink = _advance(
                 acc, p, peak, total, shrink, q, i, n, turn, top - 2 - back, keys, off, scale,
-                softcap, where, rings, how, WHICH, True, S,
+                bend, where, rings, how, WHICH, True, S,
             )  # fmt: skip
             n += 1
             turn += 1
     for _ in range(whole - rest):
         acc, p, peak, total, shrink = _advance(
-            acc, p, peak, total, shrink, q, i, n, turn, 0, keys, off, scale, softcap, where, rings,
+            acc, p, peak, total, shrink, q, i, n, turn, 0, keys, off, scale, bend, where, rings,
             how, WHICH, False, S,
         )  # fmt: skip
         n += 1
@@ -492,7 +488,7 @@ def _consume_tile(
         for back in range(rest - bottom):
             acc, p, peak, total, shrink = _advance(
                 acc, p, peak, total, shrink, q, i, n, turn, rest - 1 - back, keys, off, scale,
-                softcap, where, rings, how, WHICH, True, S,
+                bend, where, rings, how, WHICH, True, S,
             )  # fmt: skip
             n += 1
             turn += 1
@@ -520,7 +516,7 @@ def _consume_tile(
 
 
 @gluon.jit
-def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, softcap, where, rings, how):
+def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, bend, where, rings, how):
     n = 0
     done = 0
     turn = 0
@@ -532,7 +528,7 @@ def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, softcap, where, rin
             if first >= 0:
                 n, turn, cleaned = _consume_tile(
                     first, head, batch, rows, keys, off, first_row, n, done, turn, cleaned,
-                    results, sinks_ptr, scale, softcap, where, rings, how, WHICH,
+                    results, sinks_ptr, scale, bend, where, rings, how, WHICH,
                 )  # fmt: skip
                 done += 1
             round += 1
@@ -543,7 +539,7 @@ def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, softcap, where, rin
             if first >= 0:
                 n, turn, cleaned = _consume_tile(
                     first, head, batch, rows, keys, off, first_row, n, done, turn, cleaned,
-                    results, sinks_ptr, scale, softcap, where, rings, how, WHICH,
+                    results, sinks_ptr, scale, bend, where, rings, how, WHICH,
                 )  # fmt: skip
                 done += 1
     tma_store_wait(0)
@@ -568,7 +564,7 @@ SIZES += ["left", "right", "off", "bottom_right", "o_t", "o_h", "lse_h"]
 def _attend_on_hopper(
     o_desc, o_ptr, lse_ptr, q_desc, k_desc, v_desc, sinks_ptr, cu_q_ptr, cu_k_ptr, key_counts_ptr,
     counter_ptr, rounds, blocks, heads, lines, together, sequences, group, rows, keys, left, right,
-    off, bottom_right, o_t, o_h, lse_h, scale, softcap,
+    off, bottom_right, o_t, o_h, lse_h, scale, bend,
     WORKERS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     TAIL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALED: gl.constexpr,
@@ -614,8 +610,8 @@ def _attend_on_hopper(
     if WORKERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, results, sinks_ptr, scale, softcap, where, rings, how)),
-                (_consume, (1, results, sinks_ptr, scale, softcap, where, rings, how)),
+                (_consume, (0, results, sinks_ptr, scale, bend, where, rings, how)),
+                (_consume, (1, results, sinks_ptr, scale, bend, where, rings, how)),
                 (_produce, (q_desc, k_desc, v_desc, counter_ptr, where, rings, how)),
             ],
             [4, 1],
@@ -624,9 +620,9 @@ def _attend_on_hopper(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, results, sinks_ptr, scale, softcap, where, rings, how)),
-                (_consume, (1, results, sinks_ptr, scale, softcap, where, rings, how)),
-                (_consume, (2, results, sinks_ptr, scale, softcap, where, rings, how)),
+                (_consume, (0, results, sinks_ptr, scale, bend, where, rings, how)),
+                (_consume, (1, results, sinks_ptr, scale, bend, where, rings, how)),
+                (_consume, (2, results, sinks_ptr, scale, bend, where, rings, how)),
                 (_produce, (q_desc, k_desc, v_desc, counter_ptr, where, rings, how)),
             ],
             [4, 4, 1],

@@ -36,10 +36,13 @@ OF_LANES = gl.constexpr(
 
 
 @gluon.jit
-def logits(s, scale, softcap, how):
-    """Before a mask makes some -inf; where the scale is a plain one, it is left to `softmax`."""
+def logits(s, scale, bend, how):
+    """Before a mask makes some -inf; where the scale is a plain one, it is left to `softmax`.
+
+    `bend` is scale / softcap.
+    """
     if how.SOFTCAP:
-        s = capped(s, scale / softcap)
+        s = capped(s, bend)
     if how.SCALED:  # a scale that turns scores round, or makes them 0
         s = s * (scale * LOG2_E)
     return s

@@ -357,7 +357,7 @@ def features_of_few_keys(_: bool) -> Features:
 
 def features_on_hopper(large: bool) -> Features:
     """What `gluon` serves; and heads of several widths, for its choices depend on them."""
-    widths = {str(dim): {"head_dim": dim} for dim in (64, 96, 128, 256)}
+    widths = {str(dim): {"head_dim": dim} for dim in (64, 80, 96, 128, 192, 256)}
     return {**features(large), "ALiBi": {"no": {}}, "bias": {"no": {}}, "head dim": widths}
 
 
@@ -536,6 +536,9 @@ def _long() -> Iterator[Case]:
         yield Case(f"long-{dim}-softcap", {"shape": (1, 2, 517, dim), "softcap": 50.0})
         capped = {"shape": (1, 2, 1030, dim), "softcap": 50.0, "causal": True}
         yield Case(f"long-{dim}-softcap-causal", capped)
+    for scale in (0.0, -0.3, 1e-12):  # turned round by a cap's factor, and too small for its powers
+        capped = {"shape": (1, 2, 517, 128), "softcap": 5.0, "scale": scale, "causal": True}
+        yield Case(f"long-128-softcap-scale-{scale:g}", capped)
     far = {"shape": (1, 2, 1030, 64), "window": (900, 0)}
     yield Case("long-64-far-window", far)
     packed = {"layout": "thd", "lengths": (301, 0, 216)}
@@ -545,6 +548,8 @@ def _long() -> Iterator[Case]:
     yield Case("long-256-thd-everything", {"shape": (517, 2, 256), **packed, **every})
     # widths that are multiplied in two parts
     yield Case("long-96", {"shape": (1, 2, 700, 96), "causal": True, "value_dim": 192})
+    yield Case("long-96-full", {"shape": (1, 2, 700, 96)})
+    yield Case("long-192", {"shape": (1, 2, 700, 192)})
     yield Case("long-80-softcap", {"shape": (1, 2, 517, 80), "softcap": 5.0})
     yield Case("long-160", {"shape": (1, 2, 700, 160), "value_dim": 128})
     yield Case("long-192-thd", {"shape": (517, 2, 192), **packed, "causal": True})
@@ -625,7 +630,8 @@ COMPILED_FOR_HOPPER = (
     *("much-window", "much-seq-lens", "much-thd-causal", "much-128-causal", "softcap-50"),
     *("scale--0.3", "sinks", "thd-causal", "16 skewed lengths full", "long-64-far-window"),
     *("long-256-thd", "long-256-everything", "long-256-thd-everything", "long-96"),
-    *("long-80-softcap", "long-160", "long-192-thd", "long-192-window"),
+    *("long-96-full", "long-192", "long-80-softcap", "long-160", "long-192-thd"),
+    *("long-192-window", "long-128-softcap-scale--0.3"),
 )
 
 
