@@ -61,8 +61,10 @@ MAY_IMPORT: dict[str, list[str]] = {
     ],
     "ops.*.bounds": ["spec", "{here}.reference"],
     "ops.*.reference": ["ops.*.reference", "fp8", "gated"],
-    "ops.*.*_kernels": ["toolkit", "toolkit.*"],  # device code that fills a file of its own
-    "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*", "{here}.*_kernels"],
+    # device code that fills a file of its own, or two
+    "ops.*.*_math": ["toolkit", "toolkit.*"],
+    "ops.*.*_kernels": ["toolkit", "toolkit.*", "{here}.*_math"],
+    "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*", "{here}.*_kernels", "{here}.*_math"],
     "ops.*": [],  # a folder's __init__
     "functional": ["errors", "checks", "sdpa", "library", "ops.*.op"],
     "explain": [*BELOW_OPS, "ops", "functional", "toolkit.recording"],

@@ -93,8 +93,7 @@ def run(
     place = places(ptx[1].split(","))
     outputs = ptx[1].count("=")
     given = [lanes for x in inputs for lanes in x.view(np.uint32)]
-    held: dict[str, Array] = dict(zip(place[outputs:], given, strict=True))
-    held["%laneid"] = LANES
+    held: dict[str, Array] = {"%laneid": LANES, **dict(zip(place[outputs:], given, strict=True))}
 
     def read(operand: str, kind: str) -> Array:
         if operand[0].isdigit():
@@ -133,7 +132,7 @@ def test_an_unknown_instruction_is_an_error() -> None:
 
 KS = (0.0883 / 50, -0.1 / 30, 1e-3, 0.5, 20.0, 1e9, 2.0**31, 2.0**40, -1e-9, 1e-30)
 # The largest |k s| of a warp is between the first two. Errors of tanh in 2^-23: the largest, that
-# with ex2 and rcp as bad as PTX allows, and the largest relative one where it is a polynomial.
+# with ex2 off by 2^-22 and rcp by 2^-23, and the largest relative one where it is a polynomial.
 RANGES = {
     "near": (0.0, NEAR, 1.0, 1.0, 3.0),
     "beyond": (NEAR, FAR, 0.5, 0.5, 1.0),
@@ -184,7 +183,7 @@ def test_a_slope_of_0_leaves_scores() -> None:
 
 def test_the_largest_score_decides(ptx: Ptx = CAPPED) -> None:
     """What a warp does is the same whichever lane and register has its largest score."""
-    k, lengths = 0.1, []
+    k, lengths = -0.1, []
     for most in (0.2, -0.4, 10.0, -INF):
         taken = set()
         for register in range(32):
@@ -217,12 +216,12 @@ def test_odd_scores_leave_the_others_alone(odd: float, k: float) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_peaks_follow(lazy: bool, ptx: Ptx | None = None) -> None:
     rng = np.random.default_rng(0)
-    for rises in ([-20, -1, 0, 7, 8], [-INF, np.nan, 0, 8], [-9, 0, 8, 9, 30, np.nan]) * 20:
+    for rises in ([-20, -1, 0, 7, 8], [-INF, np.nan, 0, 8], [-9, 0, 8, 9, 30, np.nan]) * 50:
         peak = rng.choice([-INF, -40, -8, 3, 100], (2, 8, 1)).repeat(4, 2)
-        base = np.where(np.isinf(peak), rng.choice([-INF, -60], peak.shape, p=[0.9, 0.1]), peak)
+        base = np.where(np.isinf(peak), rng.choice([-INF, -60], peak.shape, p=[0.97, 0.03]), peak)
         high = base + rng.choice(rises, peak.shape)
-        if rng.integers(2):  # one lane alone
-            high[rng.integers(2), rng.integers(8), rng.integers(4)] = 200
+        alone = rng.integers(2), rng.integers(8), rng.integers(4)
+        high[alone] = rng.choice([high[alone], peak[alone] + 8 + 2.0**-15, 200])
         highest = np.fmax.reduce(high, 2, keepdims=True)
         grown = np.where(highest > peak + 8, highest, peak) if lazy else np.fmax(highest, peak)
         ran: list[str] = []
@@ -243,14 +242,16 @@ def held_by(count: int) -> tuple[Array, Array]:
 def test_scores_are_masked(count: int, left: bool, ptx: Ptx | None = None) -> None:
     rng = np.random.default_rng(0)
     row, column = held_by(count)
-    for reach in (2 * count + 8, 10, 2**30) * 10:
+    for first in range(-4, 2 * count + 4):
         s = rng.normal(size=row.shape).astype(np.float32).view(np.uint32)
-        s[rng.random(s.shape) < 0.1] = 0xFFC12345
+        s[rng.random(s.shape) < 0.1] = 0x7FFFFFFF  # as tensor cores have it
         s[1:][rng.random(s[1:].shape) < 0.1] = 0x7FABCDEF  # moves bounds if it is the first
-        begin, last = rng.integers(-reach, reach, (2, 16), dtype=np.int32)
-        inside = (column <= last[row]) & (begin[row] <= column if left else True)
-        out = run(ptx or WITHIN[count, left], s, last[row], *[begin[row]] * left)
-        assert np.array_equal(out, np.where(inside, s, np.uint32(0xFF800000)))
+        some = (first + 4 + 5 * np.arange(16)) % (2 * count + 8) - 4
+        for begin, last in ((some - 2**30, some), (some, some + 2**30), (some, some[::-1])):
+            inside = (column <= last[row]) & (begin[row] <= column if left else True)
+            bounds = [x[row].astype(np.int32) for x in ([last, begin] if left else [last])]
+            out = run(ptx or WITHIN[count, left], s, *bounds)
+            assert np.array_equal(out, np.where(inside, s, np.uint32(0xFF800000)))
 
 
 def test_rows_are_rescaled(ptx: Ptx = SCALE) -> None:
@@ -260,7 +261,7 @@ def test_rows_are_rescaled(ptx: Ptx = SCALE) -> None:
     acc.view(np.uint32)[:4, 5:9] = [[0x80000000], [0x7F812345], [0xFFC12345], [1]]  # -0, NaN
     assert np.array_equal(run(ptx, acc, ones[row]), acc.view(np.uint32))
     for changed in range(16):
-        for factor in (0.0, 0.5, 1 - ULP, np.nan):
+        for factor in (0.0, 1 - ULP, 1.5, np.nan):
             factors = np.where(np.arange(16) == changed, np.float32(factor), ones)
             out = run(ptx, acc, factors[row]).view(np.float32)
             assert np.array_equal(out, acc * factors[row], equal_nan=True)
@@ -274,7 +275,6 @@ FAULTS: list[tuple[Callable[..., None], tuple[Any, ...], Ptx, str, str]] = [
     (test_a_cap_bends, (1e-30, "near"), CAPPED, "setp.gt.and.f32 p, kk, 0f30800000, p;", ""),
     (test_a_cap_bends, (2.0**40, "near"), CAPPED, "setp.lt.f32 p, kk,", "setp.gt.f32 p, kk,"),
     (test_a_cap_bends, (0.5, "beyond"), CAPPED, VOTE, "mov.pred all, p"),
-    (test_a_cap_bends, (0.5, "beyond"), CAPPED, "0f3CA9134E", "0f3CB0F27B"),
     (test_a_cap_bends, (0.7, "far"), CAPPED, "fma.rn.f32 kk, e, kk, kk;", ""),
     (test_the_largest_score_decides, (), CAPPED, "abs.f32 x, $55;", "mov.f32 x, $55;"),
     (test_peaks_follow, (True,), FOLLOW[True], "setp.gt.or.f32 p, $3, limit, p;", ""),

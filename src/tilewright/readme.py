@@ -141,8 +141,9 @@ def attention_features(root: Path) -> str:
     if not rows:
         return NOT_MEASURED
     tables = [_meetings(backend, some) for backend, some in rows.items()]
-    words = ", ".join(f"`{name}.json`" for name in records)
-    return "\n\n".join([*tables, f"{_environment(next(iter(records.values())))}; records {words}."])
+    words = ("record" if len(records) == 1 else "records") + " "
+    words += ", ".join(f"`{name}.json`" for name in records)
+    return "\n\n".join([*tables, f"{_environment(next(iter(records.values())))}; {words}."])
 
 
 def _meetings(backend: str, rows: Sequence[Any]) -> str:
@@ -618,7 +619,6 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "attention-floors": _of_bench("bench-quick", attention_floors),
     "attention-speed": _of_bench("bench-sweep-attention", attention_speed),
     "attention-sparse": _of_bench("bench-sparse-attention", attention_sparse),
-    "attention-sparse-hopper": _of_bench("bench-sparse-forward-attention", attention_sparse),
     "attention-hopper": _of_bench("bench-forward-attention", attention_hopper),
     "flash-attention-steps": flash_attention_steps,
     "compat": compat,

@@ -39,9 +39,9 @@ TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1
 def _capped(count: int) -> tuple[str, str]:
     """PTX for tanh(k s) / k of numbers s: near 0 a polynomial, 1 - 2 / (exp(2 k s) + 1) elsewhere.
 
-    The quotient is right to 2^-23 and no more, which a large cap multiplies. What the largest
-    number of a warp does not need is not computed: with caps that seldom act, k is left out of the
-    numbers and joins the coefficients.
+    The quotient is right to 3 units of 2^-23 and no more, which a large cap multiplies. What the
+    largest number of a warp does not need is not computed: with caps that seldom act, k is left out
+    of the numbers and joins the coefficients.
     """
     pairs = [(count + i, i) for i in range(count)]
     code = "{ .reg .pred p, all; .reg .f32 most, k, kk, a, b, x, y, z, e; "
