@@ -559,7 +559,7 @@ def test_the_bench_cases_are_those_of_the_papers() -> None:
     for case in op.CASES:
         groups.setdefault(case.group, []).append(case)
     assert [case.name for case in groups["sweep"][:2]] == ["D128 T16384 full", "D128 T16384 causal"]
-    assert len(groups["sweep"]) == 3 * 6 * 2 + 2 * 2 * 2
+    assert len(groups["sweep"]) == 3 * 6 * 2 + 2 * 4 * 2 + 3 * 2  # shared heads, softcap
     for case in groups["sweep"]:
         batch, heads, tokens, dim = case.dims["shape"]
         assert batch * tokens == 16_384
