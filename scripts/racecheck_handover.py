@@ -6,7 +6,7 @@ One warp leaves a number in shared memory and arrives at a barrier; four wait fo
 arrive at another that the first waits for. So attention's Gluon kernel tells its consumers which
 tile is next; here it is alone. The sum that is printed is right if no number was lost. racecheck
 (CUDA 13.0) reports these accesses all the same, and some of Triton's own that come with the split
-into partitions: with a count of 1 those alone.
+into partitions.
 """
 
 from __future__ import annotations

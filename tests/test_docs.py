@@ -7,6 +7,7 @@ import doctest
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -346,6 +347,22 @@ def test_a_cover_fills_the_feature_matrix(backend: str, tmp_path: Path) -> None:
             for other, cell in _cells(shown, f"{factor}: {level}").items():
                 if other in factors and other != factor:
                     assert cell.startswith(f"{len(factors[other])}/{len(factors[other])} · ")
+
+
+def test_the_forward_on_hopper_is_shown_beside_the_quickest_rival() -> None:
+    """Reckoned again from the record's lines."""
+    name = "bench-forward-attention"
+    lines = (ROOT / "results" / "h200" / f"{name}.jsonl").read_text("utf-8").splitlines()
+    rows = [row for line in lines if (row := json.loads(line))["kind"] == "row" and row["us"]]
+    plain = [row for row in rows if not re.search("GQA|softcap", row["case"])]
+    ratios = []
+    for case in {row["case"] for row in plain}:
+        us = {row["contender"]: row["us"] for row in plain if row["case"] == case}
+        ratios.append(min(t for who, t in us.items() if who != "gluon") / us["gluon"])
+    assert len(ratios) == 36
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    shown = readme.render("<!-- generated: attention-hopper -->\n<!-- end -->\n", ROOT)
+    assert f"geometric mean {mean:.2f}, least {min(ratios):.2f}." in shown
 
 
 def test_every_level_met_every_other_on_a_gpu() -> None:

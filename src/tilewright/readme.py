@@ -295,7 +295,7 @@ RIVALS_OF_ATTENTION = ("fa4", "sdpa-cudnn", "sdpa-flash")
 def attention_hopper(found: Record) -> str:
     """The forward beside its rivals: their times over ours, and our rate."""
     rows: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
-    least: dict[str, list[float]] = defaultdict(list)
+    beside_the_best: list[float] = []
     rates: dict[tuple[Any, ...], float] = {}
     for contest in (c for c in contests(found.rows) if c.first.op == "attention"):
         dims, ours, rival = contest.first.dims, contest.best, contest.best_rival
@@ -304,26 +304,26 @@ def attention_hopper(found: Record) -> str:
         _, heads, tokens, dim = dims["shape"]
         kv_heads, mask = dims.get("kv_heads", heads), "causal" if dims["causal"] else "full"
         softcap, of_heads = dims.get("softcap", 0), "" if kv_heads == heads else (heads, kv_heads)
-        rates[dim, of_heads, tokens, mask, bool(softcap)] = ours.flops / time_of(ours) / 1e6
+        rate = ours.flops / time_of(ours) / 1e6
+        rates[dim, of_heads, tokens, mask, bool(softcap)] = rate
         if softcap:
             continue
         name = f"{dim}{of_heads and f', {kv_heads} of {heads} key heads'}"
-        rows[name, mask, "TFLOP/s"][tokens] = f"{ours.flops / time_of(ours) / 1e6:.0f}"
+        rows[name, mask, "TFLOP/s"][tokens] = f"{rate:.0f}"
         for row in map(contest.rows.get, RIVALS_OF_ATTENTION):
             if row is not None and has_number(row):
                 faster = time_of(row) / time_of(ours)
                 rows[name, mask, f"{row.contender} / ours"][tokens] = f"{faster:.2f}"
         if rival is not None and not of_heads:
-            least[mask].append(time_of(rival) / time_of(ours))
+            beside_the_best.append(time_of(rival) / time_of(ours))
     if not rows:
         return NOT_MEASURED
     sizes = sorted({tokens for cells in rows.values() for tokens in cells})
     heads_ = ("head dim", "mask", "", *(f"{tokens:,} tokens" for tokens in sizes))
     lines = [(*line, *(at.get(n, NO_NUMBER) for n in sizes)) for line, at in rows.items()]
-    every = [x for some in least.values() for x in some]
     words = [
         f"Beside the quickest rival of each cell without shared heads: geometric mean "
-        f"{geometric_mean(every):.2f}, least {min(every):.2f}."
+        f"{geometric_mean(beside_the_best):.2f}, least {min(beside_the_best):.2f}."
     ]
     shared = [
         rate / rates[dim, "", tokens, mask, False]

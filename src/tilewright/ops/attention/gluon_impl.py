@@ -86,7 +86,7 @@ CAPPED = {
 
 def launch(
     columns: int, borders: bool, keys: int, *, window: bool, capped: bool, ragged: bool,
-    chained: bool = False,
+    chained: bool,
 ) -> Launch:  # fmt: skip
     """For tiles of so many columns, whose rows see up to so many keys. `borders`: a causal mask or
     a window. `ragged`: lengths that the GPU knows. `chained`: two products for one."""
