@@ -559,11 +559,12 @@ def test_the_bench_cases_are_those_of_the_papers() -> None:
     for case in op.CASES:
         groups.setdefault(case.group, []).append(case)
     assert [case.name for case in groups["sweep"][:2]] == ["D128 T16384 full", "D128 T16384 causal"]
-    assert len(groups["sweep"]) == 3 * 6 * 2 + 2 * 4 * 2 + 3 * 2  # shared heads, softcap
+    assert len(groups["sweep"]) == 3 * 6 * 2 + 4 * 4 * 2 + 3 * 2  # more heads, softcap
     for case in groups["sweep"]:
         batch, heads, tokens, dim = case.dims["shape"]
         assert batch * tokens == 16_384
-        assert heads * dim == 2048 or (heads, case.dims["kv_heads"]) in ((32, 8), (48, 6))
+        more = (heads, case.dims.get("kv_heads")) in ((32, 8), (48, 6), (32, 32), (48, 48))
+        assert heads * dim == 2048 or (dim == 128 and more)
     assert sum(op.SKEWED) == 16_384 and len(op.SKEWED) == 16
     for case in op.CASES:
         op.OP.check(*meta_inputs(op.OP, case.dims, torch.bfloat16))

@@ -95,7 +95,7 @@ SPARSE = {"shape": [9, 4, 16], "kv_heads": 2, "layout": "thd", "lengths": [4, 5]
 
 
 def wide(tokens: int, *, causal: bool) -> Any:
-    return {"shape": [1, 4, tokens, 64], "kv_heads": 4, "causal": causal}
+    return {"shape": [1, 32, tokens, 64], "kv_heads": 32, "causal": causal}
 
 
 def feature_rows(mask: str, softcap: str, heads: str = "4 to 4") -> list[Any]:
@@ -214,13 +214,17 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
                   (wide(512, causal=False), "forward", (10.0, 20.0, 5.0)),
                   (wide(2048, causal=True), "forward", (10.0, 40.0, 9.0)),
                   (wide(8192, causal=True), "forward", (10.0, 10.0, 4.0)),
-                  (wide(512, causal=True), "backward", (10.0, 15.0, 8.0)))
+                  (wide(512, causal=True), "backward", (10.0, 15.0, 8.0)),
+                  (wide(512, causal=True) | {"softcap": 50.0}, "backward", (10.0, 99.0, 99.0)),
+                  ({**wide(512, causal=True), "shape": [1, 48, 512, 64], "kv_heads": 48},
+                   "backward", (10.0, 15.0, 8.0)))
               for n, us in zip(("triton", "sdpa-flash", "sdpa-cudnn", "vendor"),
                                (*times, times[-1]), strict=True)),
         ],
         [
             "| forward | 64 | sdpa-flash | 2.00 | – | – | 4.00 | – | 1.00 |",
             "| backward | 64 | sdpa-cudnn | – | 0.80 | – | – | – | – |",
+            "| backward | 64, 48 heads | sdpa-cudnn | – | 0.80 | – | – | – | – |",
             "forward of 2,048 tokens and more, sdpa-flash 2.00 and sdpa-cudnn 0.60;",
             "backward, sdpa-flash 1.50 and sdpa-cudnn 0.80.",
         ],
@@ -236,6 +240,16 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
         ],
         # a quarter of the work should take 250 us, or 225 in a queue
         ["| 16 skewed lengths causal | 25% | 1.20 | 1.00 |"],
+    ),
+    "attention-sparse-hopper": (
+        "results/h200/bench-sparse-forward-attention.jsonl",
+        [
+            RUN,
+            *({**bench_row("gluon", us, **ATTENTION, ours=True), "case": case, "flops": flops}
+              for case, us, flops in (("T16384 full", 1000.0, 8e9),
+                                      ("16 skewed lengths full", 500.0, 2e9))),
+        ],
+        ["| 16 skewed lengths full | 25% | 2.00 |"],
     ),
     "attention-features": (
         "results/h200/verify-attention.json",
@@ -354,7 +368,7 @@ def test_the_forward_on_hopper_is_shown_beside_the_quickest_rival() -> None:
     name = "bench-forward-attention"
     lines = (ROOT / "results" / "h200" / f"{name}.jsonl").read_text("utf-8").splitlines()
     rows = [row for line in lines if (row := json.loads(line))["kind"] == "row" and row["us"]]
-    plain = [row for row in rows if not re.search("GQA|softcap", row["case"])]
+    plain = [row for row in rows if not re.search("GQA|heads|softcap", row["case"])]
     ratios = []
     for case in {row["case"] for row in plain}:
         us = {row["contender"]: row["us"] for row in plain if row["case"] == case}
@@ -363,6 +377,11 @@ def test_the_forward_on_hopper_is_shown_beside_the_quickest_rival() -> None:
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     shown = readme.render("<!-- generated: attention-hopper -->\n<!-- end -->\n", ROOT)
     assert f"geometric mean {mean:.2f}, least {min(ratios):.2f}." in shown
+    ours = {row["case"]: row["us"] for row in rows if row["contender"] == "gluon"}
+    own = {name: name.replace("GQA 48/6", "48 heads").replace("GQA", "32 heads") for name in ours}
+    shared = [ours[own[name]] / us for name, us in ours.items() if "GQA" in name]
+    assert len(shared) == 16
+    assert f"as many with their own: {min(shared):.2f} to {max(shared):.2f}," in shown
 
 
 def test_every_level_met_every_other_on_a_gpu() -> None:

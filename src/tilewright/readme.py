@@ -231,16 +231,18 @@ def attention_floors(found: Record) -> str:
 
 def attention_speed(found: Record) -> str:
     """torch's two kernels beside ours, by head dim and tokens."""
-    there = [c for c in contests(found.rows) if c.first.op == "attention" and c.entered]
+    there = [
+        c
+        for c in contests(found.rows)
+        if c.first.op == "attention" and c.entered and not c.first.dims.get("softcap")
+    ]
     sizes = sorted({c.first.dims["shape"][2] for c in there})
     lines: dict[tuple[str, ...], dict[tuple[int, bool], float]] = defaultdict(dict)
     for contest, rival in itertools.product(there, ("sdpa-flash", "sdpa-cudnn")):
         dims, faster = contest.first.dims, contest.speedup(rival)
-        _, heads, tokens, dim = dims["shape"]
-        shared = "" if dims["kv_heads"] == heads else f", {dims['kv_heads']} of {heads} key heads"
         if faster is not None:
-            line = (contest.first.phase, f"{dim}{shared}", rival)
-            lines[line][tokens, dims["causal"]] = faster
+            line = (contest.first.phase, _of_heads(dims), rival)
+            lines[line][dims["shape"][2], dims["causal"]] = faster
     places = list(itertools.product(sizes, (False, True)))
     rows = [
         (*line, *(f"{at[place]:.2f}" if place in at else NO_NUMBER for place in places))
@@ -260,6 +262,15 @@ def attention_speed(found: Record) -> str:
         of = f" of {least:,} tokens and more" if least else ""
         words.append(f"{phase}{of}, {' and '.join(means)}")
     return f"{_table(heads, rows)}\n\nGeometric means: {'; '.join(words)}."
+
+
+def _of_heads(dims: Mapping[str, Any]) -> str:
+    """Their dim; and how many there are, unless they are 2048 columns."""
+    _, heads, _, dim = dims["shape"]
+    kv_heads = dims.get("kv_heads", heads)
+    if kv_heads != heads:
+        return f"{dim}, {kv_heads} of {heads} key heads"
+    return f"{dim}" if heads * dim == 2048 else f"{dim}, {heads} heads"
 
 
 def attention_sparse(found: Record) -> str:
@@ -303,18 +314,17 @@ def attention_hopper(found: Record) -> str:
             continue
         _, heads, tokens, dim = dims["shape"]
         kv_heads, mask = dims.get("kv_heads", heads), "causal" if dims["causal"] else "full"
-        softcap, of_heads = dims.get("softcap", 0), "" if kv_heads == heads else (heads, kv_heads)
+        softcap, name = bool(dims.get("softcap")), _of_heads(dims)
         rate = ours.flops / time_of(ours) / 1e6
-        rates[dim, of_heads, tokens, mask, bool(softcap)] = rate
+        rates[dim, heads, kv_heads, tokens, mask, softcap] = rate
         if softcap:
             continue
-        name = f"{dim}{of_heads and f', {kv_heads} of {heads} key heads'}"
         rows[name, mask, "TFLOP/s"][tokens] = f"{rate:.0f}"
         for row in map(contest.rows.get, RIVALS_OF_ATTENTION):
             if row is not None and has_number(row):
                 faster = time_of(row) / time_of(ours)
                 rows[name, mask, f"{row.contender} / ours"][tokens] = f"{faster:.2f}"
-        if rival is not None and not of_heads:
+        if rival is not None and name == f"{dim}":
             beside_the_best.append(time_of(rival) / time_of(ours))
     if not rows:
         return NOT_MEASURED
@@ -322,22 +332,23 @@ def attention_hopper(found: Record) -> str:
     heads_ = ("head dim", "mask", "", *(f"{tokens:,} tokens" for tokens in sizes))
     lines = [(*line, *(at.get(n, NO_NUMBER) for n in sizes)) for line, at in rows.items()]
     words = [
-        f"Beside the quickest rival of each cell without shared heads: geometric mean "
+        f"Beside the quickest rival of each cell with 2,048 columns: geometric mean "
         f"{geometric_mean(beside_the_best):.2f}, least {min(beside_the_best):.2f}."
     ]
     shared = [
-        rate / rates[dim, "", tokens, mask, False]
-        for (dim, heads, tokens, mask, capped), rate in rates.items()
-        if heads and not capped and (dim, "", tokens, mask, False) in rates
+        rate / own
+        for (dim, heads, kv_heads, *rest), rate in rates.items()
+        if kv_heads != heads and (own := rates.get((dim, heads, heads, *rest)))
     ]
     if shared:
         words.append(
-            f"Shared heads over heads of their own: {min(shared):.2f} to {max(shared):.2f}."
+            f"Heads that share keys over as many with their own: {min(shared):.2f} to "
+            f"{max(shared):.2f}, geometric mean {geometric_mean(shared):.2f}."
         )
     bent = [
         f"D{dim} T{tokens:,} {mask} {rate / plain:.2f}"
-        for (dim, heads, tokens, mask, capped), rate in rates.items()
-        if capped and (plain := rates.get((dim, heads, tokens, mask, False)))
+        for (dim, heads, kv_heads, tokens, mask, capped), rate in rates.items()
+        if capped and (plain := rates.get((dim, heads, kv_heads, tokens, mask, False)))
     ]
     if bent:
         words.append(f"With a softcap of 50 over without: {', '.join(bent)}.")
@@ -363,8 +374,8 @@ def flash_attention_steps(root: Path) -> str:
     for contest in contests(swept.rows):
         first = contest.first
         if (first.op, first.phase) == ("attention", "forward") and contest.entered:
-            _, heads, tokens, dim = first.dims["shape"]
-            if first.dims["kv_heads"] == heads:
+            _, _, tokens, dim = first.dims["shape"]
+            if _of_heads(first.dims) == f"{dim}" and not first.dims.get("softcap"):
                 there[dim, tokens, first.dims["causal"]] = contest.speedup("sdpa-cudnn")
     rows = [("tiles, in Triton", *(_two(there.get(place)) for place in places))]
     cells = {(c["dim"], c["tokens"], c["causal"]): c for c in tuned["cells"]}
@@ -477,7 +488,8 @@ MEASURED = (
     *(f"bench-{suite}-gated-norm" for suite in ("model", "prefill", "decode", "sweep")),
     *("bench-model", "bench-prefill-gated", "bench-prefill", "bench-decode-gated", "bench-decode"),
     *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
-    *("bench-forward-attention", "bench-sweep-attention", "bench-sparse-attention"),
+    *("bench-forward-attention", "bench-sweep-attention"),
+    *("bench-sparse-forward-attention", "bench-sparse-attention"),
 )
 
 
@@ -619,6 +631,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "attention-floors": _of_bench("bench-quick", attention_floors),
     "attention-speed": _of_bench("bench-sweep-attention", attention_speed),
     "attention-sparse": _of_bench("bench-sparse-attention", attention_sparse),
+    "attention-sparse-hopper": _of_bench("bench-sparse-forward-attention", attention_sparse),
     "attention-hopper": _of_bench("bench-forward-attention", attention_hopper),
     "flash-attention-steps": flash_attention_steps,
     "compat": compat,

@@ -171,9 +171,9 @@ def _follow(lazy: bool) -> tuple[str, str]:
     The four lanes of a row must agree. Lazily they ask each other only if one lane of the warp has
     a score that is 8 above its row's peak.
     """
-    code = "{ .reg .pred p, any; .reg .f32 high, other, limit; "
+    code = "{ .reg .f32 high, other; "
     if lazy:
-        code += "mov.f32 $0, $4; mov.f32 $1, $5; "
+        code += ".reg .pred p, any; .reg .f32 limit; mov.f32 $0, $4; mov.f32 $1, $5; "
         code += "add.f32 limit, $4, 0f41000000; setp.gt.f32 p, $2, limit; "
         code += "add.f32 limit, $5, 0f41000000; setp.gt.or.f32 p, $3, limit, p; "
         code += "vote.sync.any.pred any, p, 0xffffffff; @!any bra DONE; "
@@ -187,7 +187,7 @@ def _follow(lazy: bool) -> tuple[str, str]:
             code += f"selp.f32 ${row}, high, ${4 + row}, p; "
         else:
             code += f"max.f32 ${row}, high, ${4 + row}; "
-    return code + "DONE: }", ",".join(["=&f"] * 2 + ["f"] * 4)
+    return code + ("DONE: }" if lazy else "}"), ",".join(["=&f"] * 2 + ["f"] * 4)
 
 
 _FOLLOW, _FOLLOW_LAZILY = (gl.constexpr(_follow(lazy)) for lazy in (False, True))

@@ -259,7 +259,9 @@ def _produce(q_desc, k_desc, v_desc, counter_ptr, where, rings, how):
         round = 0
         tile = gl.program_id(0)
         while tile < where.blocks * where.lines:
-            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)  # the answer takes long
+            # before the fetches: the answer takes long. An order of memory would forget the lengths
+            # that L1 holds, and take longer
+            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
             n, done = _produce_tile(tile, round, n, done, q_desc, k_desc, v_desc, where, rings, how)
             tile = following
             round += 1
@@ -406,11 +408,14 @@ def _store_rows(o, first, rows, first_row, head, results):
     LANES: gl.constexpr = min(COLUMNS // 8, 32)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))[None, :]
-    o_ptr = results.o_ptr + head.to(gl.int64) * results.o_h
+    # multiples of 8, as TMA wants them, and as the compiler is to know: it stores 16 bytes then
+    columns = results.o_desc.shape[3] // 8 * 8
+    o_h, o_t = results.o_h // 8 * 8, results.o_t // 8 * 8
+    o_ptr = results.o_ptr + head.to(gl.int64) * o_h
     for part in gl.static_range(SHARE // PART):
         row = first + part * PART + gl.arange(0, PART, gl.SliceLayout(1, WIDE))[:, None]
-        inside = (row < rows) & (column < results.o_desc.shape[3])
-        at = o_ptr + (first_row + row).to(gl.int64) * results.o_t + column
+        inside = (row < rows) & (column < columns)
+        at = o_ptr + (first_row + row).to(gl.int64) * o_t + column
         tile = o.reshape([SHARE, COLUMNS]).slice(part * PART, PART).load(WIDE)
         gl.store(at, tile, mask=inside)
 

@@ -566,15 +566,19 @@ SKEWED = (6000, 3500, 2000, 1300, 900, 700, 500, 400, 300, 250, 184, 120, 90, 70
 
 
 def _sweep() -> Iterator[Case]:
-    """As many tokens everywhere; 2048 columns, or heads that share keys; and what a cap costs."""
+    """As many tokens everywhere; 2048 columns, or more heads that share keys or have their own; and
+    what a cap costs."""
     by_dim = [(128, 16, 16), (64, 32, 32), (256, 8, 8)]
     sizes = [(*heads, t) for heads in by_dim for t in (16_384, 8192, 4096, 2048, 1024, 512)]
-    shared = itertools.product(((32, 8), (48, 6)), (16_384, 8192, 4096, 2048))
-    sizes += [(128, *heads, tokens) for heads, tokens in shared]
+    more = itertools.product(((32, 8), (32, 32), (48, 6), (48, 48)), (16_384, 8192, 4096, 2048))
+    sizes += [(128, *heads, tokens) for heads, tokens in more]
     for (dim, heads, kv_heads, tokens), causal in itertools.product(sizes, (False, True)):
         name = f"D{dim} T{tokens} {'causal' if causal else 'full'}"
+        if heads != kv_heads:
+            name += " GQA" if heads == 32 else f" GQA {heads}/{kv_heads}"
+        elif heads * dim > 2048:
+            name += f" {heads} heads"
         dims = {"shape": (TOKENS_IN_ALL // tokens, heads, tokens, dim), "kv_heads": kv_heads}
-        name = name if heads == kv_heads else f"{name} GQA{f' {heads}/{kv_heads}' * (heads > 32)}"
         yield Case(name, {**dims, "causal": causal}, "sweep")
     for (dim, heads, _), causal in itertools.product(by_dim, (False, True)):
         capped = {"shape": (2, heads, 8192, dim), "causal": causal, "softcap": 50.0}
