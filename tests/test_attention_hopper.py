@@ -755,6 +755,18 @@ def test_its_loops_multiply_and_spill_nothing(
     assert selects[1] < 16 and selects[2] >= 64  # a thread has 64 scores of a tile
 
 
+def test_packed_sequences_find_their_tiles_and_end_without_delay() -> None:
+    """A counter that orders memory would empty L1; a stride of unknown divisors stores halves."""
+    (case,) = (c for c in op.CASES if c.name == "16 skewed lengths causal")
+    alone = replace(op.OP, backends=(GLUON,), autograd=None)
+    (wanted,) = reach.of_cases([(alone, case, torch.bfloat16)], 90)
+    ptx = BUILD._triton(wanted.request, 90)[3]
+    assert "atom.global.gpu.relaxed.add" in ptx
+    assert not re.search(r"\batom\S*\.acq_rel|\bfence\.acq_rel", ptx)
+    assert "st.global.v4.b32" in ptx
+    assert not re.search(r"\bst\.global\.b16\b", ptx)
+
+
 # --- descriptors ---------------------------------------------------------------------------------
 
 

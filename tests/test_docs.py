@@ -249,7 +249,7 @@ RECORDS: dict[str, tuple[str, list[Any], list[str]]] = {
               for case, us, flops in (("T16384 full", 1000.0, 8e9),
                                       ("16 skewed lengths full", 500.0, 2e9))),
         ],
-        ["| 16 skewed lengths full | 25% | 2.00 |"],
+        ["| 16 skewed lengths full | 25% | 2.00 | – |"],
     ),
     "attention-features": (
         "results/h200/verify-attention.json",
@@ -382,6 +382,61 @@ def test_the_forward_on_hopper_is_shown_beside_the_quickest_rival() -> None:
     shared = [ours[own[name]] / us for name, us in ours.items() if "GQA" in name]
     assert len(shared) == 16
     assert f"as many with their own: {min(shared):.2f} to {max(shared):.2f}," in shown
+
+
+def _of_forward(contender: str, us: float, *, ours: bool = False, **dims: Any) -> Any:
+    return bench_row(contender, us, **ATTENTION, ours=ours, dims=dims)
+
+
+def _rendered(folder: Path, region: str, record: str, rows: list[Any]) -> str:
+    path = folder / "results" / "h200" / f"{record}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in [RUN, *rows]), encoding="utf-8")
+    return readme.render(f"<!-- generated: {region} -->\n<!-- end -->\n", folder)
+
+
+def test_a_record_of_shared_heads_alone_is_shown(tmp_path: Path) -> None:
+    dims = {"shape": [1, 32, 2048, 128], "kv_heads": 8, "causal": False}
+    rows = [_of_forward("gluon", 10.0, ours=True, **dims), _of_forward("fa4", 12.0, **dims)]
+    rows[1]["flags"] = ["noisy: two passes differ by 4.1%"]
+    shown = _rendered(tmp_path, "attention-hopper", "bench-forward-attention", rows)
+    assert "| 128, 8 of 32 key heads | full | fa4 / ours | 1.20* |" in shown
+    assert "quickest rival" not in shown
+
+
+def test_the_first_step_is_that_of_plain_calls(tmp_path: Path) -> None:
+    """Neither a softcap nor other numbers of heads take its place."""
+    kept = tmp_path / "results" / "h200" / "tune-attention.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text((ROOT / "results" / "h200" / kept.name).read_text("utf-8"), encoding="utf-8")
+    rows = []
+    for times, dims in (
+        ((10.0, 5.0), {"shape": [2, 16, 8192, 128], "kv_heads": 16}),
+        ((10.0, 90.0), {"shape": [2, 16, 8192, 128], "softcap": 50.0}),
+        ((10.0, 80.0), {"shape": [2, 48, 8192, 128], "kv_heads": 48}),
+        ((10.0, 70.0), {"shape": [2, 32, 8192, 128], "kv_heads": 8}),
+    ):
+        dims["causal"] = False
+        rows += [_of_forward("triton", times[0], ours=True, **dims)]
+        rows += [_of_forward(n, times[1], **dims) for n in ("sdpa-cudnn", "vendor")]
+    shown = _rendered(tmp_path, "flash-attention-steps", "bench-sweep-attention", rows)
+    assert _cells(shown[shown.index("|") :], "tiles, in Triton")["D128 T8,192 full"] == "0.50"
+
+
+def test_cases_of_one_shape_are_measured_once_and_told_apart(tmp_path: Path) -> None:
+    plain = {"shape": [1, 16, 2048, 128], "causal": True}
+    rows = [
+        _of_forward("triton", us, ours=True, **dims)
+        for us, dims in (
+            (10.0, {**plain, "kv_heads": 16}), (20.0, plain), (30.0, {**plain, "softcap": 50.0}),
+        )
+    ]  # fmt: skip
+    for number, row in enumerate(rows):
+        row["case"] = f"case {number}"
+    shown = _rendered(tmp_path, "measured-attention", "bench-sweep-attention", rows)
+    assert shown.count("1 x 16 x 2048 x 128, causal | triton | 10.0") == 1
+    assert "| triton | 20.0" not in shown
+    assert "1 x 16 x 2048 x 128, causal, softcap 50 | triton | 30.0" in shown
 
 
 def test_every_level_met_every_other_on_a_gpu() -> None:

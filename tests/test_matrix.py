@@ -477,7 +477,7 @@ def test_a_limit_of_registers_makes_a_triton_kernel_spill(
 def test_a_spill_that_is_allowed_is_no_violation(
     may_spill: int, violation: str, relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BUILD, "_triton", lambda request, sm: (255, 64, 0, ""))
+    monkeypatch.setattr(BUILD, "_triton", lambda request, sm: (255, 64, 0, "", []))
     built = matrix.build(dataclasses.replace(relu_75[0], may_spill=may_spill))
     assert (built.violation, built.spills) == (violation, 64)
 
@@ -513,7 +513,7 @@ def test_a_promise_of_tensor_cores_is_held_to(cuda_90: Wanted) -> None:
 def test_tensor_cores_are_known_by_their_instructions(
     text: str, relu_75: list[Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BUILD, "_triton", lambda request, sm: (32, 0, 0, f"\t{text} r0, r1;"))
+    monkeypatch.setattr(BUILD, "_triton", lambda request, sm: (32, 0, 0, f"\t{text} r0, r1;", []))
     on_cores, off = (dataclasses.replace(relu_75[0], tensor_cores=on) for on in (True, False))
     assert ("no tensor-core" in matrix.build(on_cores).violation) == (text == "add.f32")
     assert not matrix.build(off).violation

@@ -293,8 +293,9 @@ def attention_sparse(found: Record) -> str:
             work = row.flops / dense.flops
             cells += [f"{work:.0%}"] if not cells else []
             cells.append(f"{time_of(row) / time_of(dense) / work:.2f}")
+            cells.append(NO_NUMBER)
             if row.host is not None and dense.host is not None:
-                cells.append(f"{row.host.median / dense.host.median / work:.2f}")
+                cells[-1] = f"{row.host.median / dense.host.median / work:.2f}"
         rows += [(case.name, *cells)] if cells else []
     heads = ["case", "of the work", *(x for p in phases for x in (p, "in a queue of calls"))]
     return _table(heads, rows) if rows else NOT_MEASURED
@@ -319,11 +320,11 @@ def attention_hopper(found: Record) -> str:
         rates[dim, heads, kv_heads, tokens, mask, softcap] = rate
         if softcap:
             continue
-        rows[name, mask, "TFLOP/s"][tokens] = f"{rate:.0f}"
+        rows[name, mask, "TFLOP/s"][tokens] = f"{rate:.0f}{'*' if ours.flags else ''}"
         for row in map(contest.rows.get, RIVALS_OF_ATTENTION):
             if row is not None and has_number(row):
-                faster = time_of(row) / time_of(ours)
-                rows[name, mask, f"{row.contender} / ours"][tokens] = f"{faster:.2f}"
+                faster, star = time_of(row) / time_of(ours), "*" if ours.flags or row.flags else ""
+                rows[name, mask, f"{row.contender} / ours"][tokens] = f"{faster:.2f}{star}"
         if rival is not None and name == f"{dim}":
             beside_the_best.append(time_of(rival) / time_of(ours))
     if not rows:
@@ -331,27 +332,30 @@ def attention_hopper(found: Record) -> str:
     sizes = sorted({tokens for cells in rows.values() for tokens in cells})
     heads_ = ("head dim", "mask", "", *(f"{tokens:,} tokens" for tokens in sizes))
     lines = [(*line, *(at.get(n, NO_NUMBER) for n in sizes)) for line, at in rows.items()]
-    words = [
-        f"Beside the quickest rival of each cell with 2,048 columns: geometric mean "
-        f"{geometric_mean(beside_the_best):.2f}, least {min(beside_the_best):.2f}."
-    ]
-    shared = [
-        rate / own
-        for (dim, heads, kv_heads, *rest), rate in rates.items()
-        if kv_heads != heads and (own := rates.get((dim, heads, heads, *rest)))
-    ]
-    if shared:
+    words = []
+    if beside_the_best:
         words.append(
-            f"Heads that share keys over as many with their own: {min(shared):.2f} to "
-            f"{max(shared):.2f}, geometric mean {geometric_mean(shared):.2f}."
+            f"Beside the quickest rival of each cell with 2,048 columns: geometric mean "
+            f"{geometric_mean(beside_the_best):.2f}, least {min(beside_the_best):.2f}."
         )
+    for many, other in ((None, "as many"), (16, "16")):
+        shared = [
+            rate / own
+            for (dim, heads, kv_heads, *rest), rate in rates.items()
+            if kv_heads != heads and (own := rates.get((dim, many or heads, many or heads, *rest)))
+        ]
+        if shared:
+            words.append(
+                f"Heads that share keys over {other} with their own: {min(shared):.2f} to "
+                f"{max(shared):.2f}, geometric mean {geometric_mean(shared):.2f}."
+            )
     bent = [
         f"D{dim} T{tokens:,} {mask} {rate / plain:.2f}"
         for (dim, heads, kv_heads, tokens, mask, capped), rate in rates.items()
         if capped and (plain := rates.get((dim, heads, kv_heads, tokens, mask, False)))
     ]
     if bent:
-        words.append(f"With a softcap of 50 over without: {', '.join(bent)}.")
+        words.append(f"With a softcap over without: {', '.join(bent)}.")
     return f"{_table(heads_, lines)}\n\n{' '.join(words)}"
 
 
@@ -478,8 +482,11 @@ def _distinct(contests_: Sequence[Contest]) -> list[Contest]:
     seen: dict[tuple[str, ...], Contest] = {}
     for contest in contests_:
         row = contest.first
-        dims = json.dumps(row.dims, sort_keys=True)
-        seen.setdefault((row.op, dims, row.dtype, row.phase), contest)
+        dims = dict(row.dims)
+        if "causal" in dims and dims.get("kv_heads") == dims["shape"][HEADS[_layout(dims)]]:
+            del dims["kv_heads"]  # what it is without
+        sizes = json.dumps(dims, sort_keys=True)
+        seen.setdefault((row.op, sizes, row.dtype, row.phase), contest)
     return list(seen.values())
 
 
@@ -528,14 +535,20 @@ def _shape(dims: Mapping[str, Any]) -> str:
 
 
 def _of_attention(dims: Mapping[str, Any]) -> Iterator[str]:
-    layout, kv_heads = dims.get("layout") or "bhsd", dims.get("kv_heads")
-    if kv_heads not in (None, dims["shape"][HEADS[layout]]):
+    kv_heads = dims.get("kv_heads")
+    if kv_heads not in (None, dims["shape"][HEADS[_layout(dims)]]):
         yield f"{kv_heads} key heads"
     if lengths := dims.get("lengths"):
         yield f"{len(lengths)} sequences"
     yield "causal" if dims["causal"] else "full"
     if window := dims.get("window"):
         yield f"window {window[0]} + {window[1]}"
+    if softcap := dims.get("softcap"):
+        yield f"softcap {softcap:g}"
+
+
+def _layout(dims: Mapping[str, Any]) -> str:
+    return dims.get("layout") or "bhsd"
 
 
 def yardsticks(found: Record) -> str:

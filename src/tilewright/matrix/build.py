@@ -6,11 +6,11 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tilewright import gpu as gpus
+from tilewright.matrix.machine_code import unwritten
 from tilewright.matrix.reach import Wanted, compiler
 from tilewright.toolkit.recording import Request
 
@@ -53,7 +53,7 @@ def build(wanted: Wanted) -> Built:
     }
     try:
         compile_one = _cuda if request.technology == "cuda" else _triton
-        registers, spills, shared, text = compile_one(request, wanted.sm)
+        registers, spills, shared, text, faults = compile_one(request, wanted.sm)
     except Exception as e:
         return Built(**facts, violation=f"does not compile: {type(e).__name__}: {str(e)[:300]}")
     limit = gpus.arch_of(wanted.sm).shared_per_block
@@ -64,10 +64,15 @@ def build(wanted: Wanted) -> Built:
         violation = f"spills {spills} bytes"
     elif wanted.tensor_cores and not TENSOR_CORES.search(text):
         violation = "no tensor-core instruction, though the declaration promises one"
+    elif faults:
+        violation = f"reads what a path leaves unwritten: {faults[0]}"
     return Built(**facts, registers=registers, spills=spills, shared=shared, violation=violation)
 
 
-def _cuda(request: Request, sm: int) -> tuple[int, int, int, str]:
+Facts = tuple[int, int, int, str, list[str]]  # registers, spills, shared, text, faults
+
+
+def _cuda(request: Request, sm: int) -> Facts:
     from tilewright.toolkit import nvrtc
 
     built = nvrtc.compile(request.source, request.kernel, sm, request.options)
@@ -76,10 +81,11 @@ def _cuda(request: Request, sm: int) -> tuple[int, int, int, str]:
         built.spill_bytes,
         built.static_shared + request.dynamic_shared,
         built.log,
+        [],
     )
 
 
-def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
+def _triton(request: Request, sm: int) -> Facts:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -103,29 +109,32 @@ def _triton(request: Request, sm: int) -> tuple[int, int, int, str]:
     source = source_class(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
     registers, stack = _usage(compiled.asm["cubin"])
+    faults = []
+    if request.technology == "gluon":  # elsewhere it was never seen
+        faults = unwritten(_read(compiled.asm["cubin"], "nvdisasm", "-c"))
     # A stack below the register cap is the frame of a call (a correctly rounded division makes
     # one); the assembler spills only when a thread may have no more registers.
     cap = min(options.maxnreg or 255, 255, 65536 // (32 * compiled.metadata.num_warps))
     spills = stack if registers > cap - 8 else 0
-    return registers, spills, compiled.metadata.shared, compiled.asm["ptx"]
+    return registers, spills, compiled.metadata.shared, compiled.asm["ptx"], faults
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack as the bundled cuobjdump reports them."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [_cuobjdump(), "-res-usage", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _read(cubin, "cuobjdump", "-res-usage")
     registers = max(int(n) for n in re.findall(r"REG:(\d+)", text))
     stack = max(int(n) for n in re.findall(r"STACK:(\d+)", text))
     local = max(int(n) for n in re.findall(r"LOCAL:(\d+)", text))
     return registers, max(stack, local)
 
 
-@lru_cache(maxsize=1)
-def _cuobjdump() -> str:
+def _read(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that Triton brings along says of a binary."""
     import triton
 
-    found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return str(found)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        command = [str(program), option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
