@@ -9,10 +9,10 @@ instruction writes it there, under a condition or not: what is found is a fault,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-LINE = re.compile(r"^\.(?P<label>L_x_\d+):|^\s+/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?);(?P<more>.*)$")
+LINE = re.compile(r"^\.(?P<label>L_x_\d+):|^\s+/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?);")
 CONDITION = re.compile(r"^@!?U?P\w+\s+")
 WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")  # if their first operand is uniform
 BULK = ("UTMA", "UBLK")  # read several registers from one on: left out
@@ -98,7 +98,7 @@ def _named(operands: str, pairs: bool) -> Iterator[int]:
         yield from (number, number + 1) if pairs else (number,)
 
 
-def _bits(numbers: Sequence[int] | Iterator[int]) -> int:
+def _bits(numbers: Iterable[int]) -> int:
     found = 0
     for number in numbers:
         found |= 1 << number
