@@ -28,6 +28,8 @@ ATTENTION = "ops/attention/triton_impl.py"
 ATTENTION_BACKWARD = "ops/attention/backward_kernels.py"
 ATTENTION_NAIVE = "ops/attention/naive_impl.py"
 ATTENTION_TILES = "toolkit/triton_attention.py"
+MATMUL = "ops/matmul/triton_impl.py"
+MATMUL_CALL = "toolkit/matmul_call.py"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ SWIGLU_PACKED_RANDOM = Checks("swiglu_packed", ("random",), 12)
 GEGLU_RANDOM = Checks("geglu", ("random",), 12)
 GEGLU_PACKED_RANDOM = Checks("geglu_packed", ("random",), 12)
 ATTENTION_RANDOM = Checks("attention", ("random",), 2)
+MATMUL_RANDOM = Checks("matmul", ("random",), 6)
 
 PLANTED = (
     # --- relu -----------------------------------------------------------------------------------
@@ -787,5 +790,48 @@ PLANTED = (
         "the backward's rows begin at the wrong diagonal", edge("attention", "1-by-65"),
         ATTENTION_TILES,
         "begin = tl.maximum(first - off - right, 0)", "begin = tl.maximum(first - right, 0)",
+    ),
+    # --- matmul ---------------------------------------------------------------------------------
+    Planted(
+        "a tile of a product stores one row too many", MATMUL_RANDOM, MATMUL,
+        "inside = (row < m) & (column < n)", "inside = (row <= m) & (column < n)",
+    ),
+    Planted(
+        "the depth is not masked", edge("matmul", "depth-65"), MATMUL,
+        "left = end - start", "left = BLOCK_K",
+    ),
+    Planted(
+        "rows and columns of tiles are swapped in a group", edge("matmul", "groups"), MATMUL,
+        "first + inside % size, inside // size", "first + inside // size, inside % size",
+    ),
+    Planted(
+        "the last group of tiles is not cut short", edge("matmul", "groups"), MATMUL,
+        "size = tl.minimum(tiles_m - first, GROUP)", "size = GROUP",
+    ),
+    Planted(
+        "offsets of an operand are 32-bit numbers", Checks("matmul", ("offsets",)), MATMUL,
+        "row, column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]",
+        "row, column = row[:, None], column[None, :]",
+    ),
+    Planted(
+        "the first part of a sum is added again and again", edge("matmul", "deep"), MATMUL,
+        "        parts_ptr += total", "        parts_ptr += 0",
+    ),
+    Planted(
+        "every part of a sum begins at its first product", edge("matmul", "deep"), MATMUL,
+        "begin = part * steps * BLOCK_K", "begin = part * 0",
+    ),
+    Planted(
+        "a stack steps through one level only", edge("matmul", "broadcast"), MATMUL,
+        "(number % inner).to(tl.int64)", "(number // inner).to(tl.int64)",
+    ),
+    Planted(
+        "a strided matrix is read as columns", edge("matmul", "strided"), MATMUL_CALL,
+        "return self.row_stride == 1 and not self.by_rows", "return self.column_stride != 1",
+    ),
+    Planted(
+        "a gradient is not summed where a matrix was shared", edge("matmul", "stack-of-b"),
+        MATMUL_CALL,
+        ".sum_to_size(target)", "[: math.prod(target) // math.prod(target[-2:])].reshape(target)",
     ),
 )  # fmt: skip

@@ -19,8 +19,8 @@ SRC = Path(tilewright.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 
 LEAVES = ["errors", "gpu", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"]
-LEAVES += ["debugging", "attending", "sdpa"]
-BELOW_OPS = [*LEAVES, "dispatch", "library"]
+LEAVES += ["debugging", "multiplying", "attending", "sdpa"]
+BELOW_OPS = [*LEAVES, "tuned*", "dispatch", "library"]
 FACES = ["functional", "explain", "compat"]
 READERS = [*BELOW_OPS, "dims", "toolkit*", "ops", "ops.*", *FACES]  # of registry()
 
@@ -36,14 +36,16 @@ MAY_IMPORT: dict[str, list[str]] = {
     "sdpa": ["errors", "checks"],
     "norms": ["errors", "checks"],
     "gated": ["errors", "spec", "shapes", "checks"],
-    "attending": ["errors", "spec", "checks"],
+    "multiplying": ["errors", "gpu", "spec", "checks"],
+    "attending": ["errors", "spec", "checks", "multiplying"],
     "fp8": ["errors"],
     "fp8_norms": ["errors", "spec", "shapes", "fp8"],
     "quant": ["errors"],
     "dims": ["errors", "spec"],
     "toolkit": [],
-    "tuned": [],
+    "tuned*": ["errors", "gpu", "spec", "tuned*"],
     "toolkit.*fp8*": ["errors", "gpu", "fp8", "toolkit", "toolkit.*"],
+    "toolkit.*matmul*": ["errors", "gpu", "multiplying", "toolkit", "toolkit.*"],
     "toolkit.*": ["errors", "gpu", "toolkit", "toolkit.*"],
     "dispatch": ["errors", "gpu", "spec"],
     "library": [
@@ -56,15 +58,21 @@ MAY_IMPORT: dict[str, list[str]] = {
     "ops": ["spec"],
     "ops.*.op": [
         *("errors", "spec", "shapes", "checks", "norms", "gated", "fp8", "fp8_norms"),
-        *("attending", "{here}.bounds"),
+        *("attending", "multiplying", "{here}.bounds"),
         *("debugging", "library", "{here}", "{here}.reference"),
     ],
     "ops.*.bounds": ["spec", "{here}.reference"],
-    "ops.*.reference": ["ops.*.reference", "fp8", "gated"],
+    "ops.*.reference": ["ops.*.reference", "fp8", "gated", "multiplying"],
     # device code that fills a file of its own, or two
     "ops.*.*_math": ["toolkit", "toolkit.*"],
     "ops.*.*_kernels": ["toolkit", "toolkit.*", "{here}.*_math"],
-    "ops.*.*_impl": ["gpu", "fp8", "toolkit", "toolkit.*", "{here}.*_kernels", "{here}.*_math"],
+    # how an op's kernels would be launched, and which of its backends a call takes
+    "ops.*.launches": ["gpu", "toolkit", "toolkit.*"],
+    "ops.*.routes": ["gpu", "spec", "tuned", "dispatch", "toolkit", "toolkit.*", "{here}.launches"],
+    "ops.*.*_impl": [
+        *("gpu", "fp8", "multiplying", "tuned", "toolkit", "toolkit.*"),
+        *("{here}.*_kernels", "{here}.*_math", "{here}.launches", "{here}.routes"),
+    ],
     "ops.*": [],  # a folder's __init__
     "functional": ["errors", "checks", "sdpa", "library", "ops.*.op"],
     "explain": [*BELOW_OPS, "ops", "functional", "toolkit.recording"],
@@ -74,6 +82,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "verify*": [*READERS, ".", "verify*"],
     "matrix*": [*READERS, ".", "matrix*"],
     "bench*": [*READERS, ".", "verify*", "doctor", "bench*"],
+    "tuning*": [*READERS, ".", "verify*", "doctor", "bench*", "tuning*"],
     "profiling*": [*READERS, ".", "doctor", "profiling*"],
     "integrations*": [*READERS, ".", "nn", "integrations*"],
     "doctor": [*READERS, ".", "verify*", "matrix*"],
@@ -182,6 +191,8 @@ def test_every_rule_is_about_something() -> None:
         ("spec", "from tilewright.dispatch import choose"),
         ("toolkit.rows", "from tilewright.spec import Op"),
         ("toolkit.rows", "import tilewright.ops.relu.op"),
+        ("tuned.file", "from tilewright import dispatch"),
+        ("bench.clock", "import tilewright.tuning.measure"),
         ("dispatch", "from tilewright import library"),
         ("dispatch", "from tilewright.toolkit.launch import bind"),
         ("library", "def f():\n    from tilewright.ops import registry"),

@@ -103,6 +103,8 @@ HAND_COUNTS = {  # op, phase: elements read, elements written, by reading the ma
     ("layer_norm", "backward"): (2 * BIG + 2 * ROW, BIG + 2 * ROW),
     ("layer_norm_fp8", "forward"): (BIG + 2 * ROW, 0),  # x, weight, bias; BYTES_WRITTEN
     ("rms_norm_fp8", "forward"): (BIG + ROW, 0),
+    ("matmul", "forward"): (BIG + 48 * ROW, 48 * N),  # a; b has 48 columns
+    ("matmul", "backward"): (48 * N + BIG + 48 * ROW, BIG + 48 * ROW),
     ("relu", "forward"): (BIG, BIG),
     ("relu", "backward"): (2 * BIG, BIG),  # gradient and output; gradient
     ("rms_norm", "forward"): (BIG + ROW, BIG),

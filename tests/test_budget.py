@@ -116,6 +116,16 @@ FORWARD["swiglu"] = {"": {}, "chunks": {"chunks": True}}
 FORWARD["swiglu_packed"] = {"": {}}
 FORWARD["geglu"] = {"": {}, "erf": {"approximate": "none"}}
 FORWARD["geglu_packed"] = {"": {}, "erf": {"approximate": "none"}}
+# How the operands lie is known when a kernel is compiled, and so is what a gradient is for: each of
+# the two is a product whose operands lie in another way.
+FORWARD["matmul"] = {
+    "": {"need": "a"},
+    "gradient of b": {"need": "b"},
+    "few columns": {"need": "a", "columns": 24},
+    "by columns": {"need": "a", "way": "columns"},
+    "b by columns": {"need": "a", "b": "columns"},
+    "to float32": {"need": "a", "dtype": torch.float32},
+}
 # Every option is a kernel of its own, and so is every width of a head.
 FORWARD["attention"] = {
     "": {},
@@ -195,7 +205,20 @@ def _width(name: str, columns: int, flags: Flags) -> int:
     return min(max(columns // dim, 1), 64) * dim if name == "attention" else columns
 
 
+def _matmul_args(x: torch.Tensor, flags: Flags) -> Args:
+    """A call whose a lies by rows or, if the flags say so, by columns."""
+    if (x.stride(-1) != 1) != (flags.get("way") == "columns"):
+        swapped = torch.empty_like(x.mT, memory_format=torch.contiguous_format)
+        x = swapped.mT if flags.get("way") else torch.empty_like(x).contiguous()
+    n = flags.get("columns", 4096)
+    b = _empty(x.shape[-1], n, dtype=x.dtype)
+    b = _empty(n, x.shape[-1], dtype=x.dtype).t() if flags.get("b") == "columns" else b
+    return x, b, flags.get("dtype"), "ieee", None, False
+
+
 def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
+    if name == "matmul":
+        return _matmul_args(x, flags)
     if name == "attention":
         return _attention_args(x, flags)
     if name in ("rope", "rope_"):
@@ -240,6 +263,8 @@ def _backward_args(op: Op, args: Args, like: torch.Tensor, flags: Flags) -> Args
         return op.backward_call(args, outputs, (grad, outputs[1] if flags.get("lse") else None))
     if op.name == "rope":
         return op.backward_call(args, outputs, (args[0], outputs[1]))
+    if op.name == "matmul":
+        return op.backward_call(args, outputs, outputs, {flags["need"]: True})
     grads = tuple(like[..., : o.shape[-1]] if o.dtype == like.dtype else o for o in outputs)
     return op.backward_call(args, outputs, grads)
 

@@ -151,8 +151,12 @@ def _call(op: str, layout: str, dtype: torch.dtype) -> tuple[Any, ...]:
     weight = torch.randn(N).to(dtype)
     last = x().dim() - 1
     cos, sin = torch.randn(2, 6, N).to(dtype)
+    laid_b = torch.randn(5, N).to(dtype).t()
+    product = torch.randn(*x().shape[:-1], 5).to(dtype)
     turned = cos, sin, None, "halves", N, "thd" if heads().dim() == 3 else "bhsd"
     calls: dict[str, tuple[Any, ...]] = {
+        "matmul": (x(True), laid_b.requires_grad_(), None, "ieee", (16, 16, 16), False),
+        "matmul_backward": (product, x(), laid_b.detach(), None, "ieee", False, True, True),
         "relu": (x(True),),
         "relu_": (x(),),
         "relu_backward": (x(), x()),

@@ -10,6 +10,7 @@ from tilewright.ops.attention.op import attention
 from tilewright.ops.geglu.op import geglu, geglu_packed
 from tilewright.ops.layer_norm.op import layer_norm
 from tilewright.ops.layer_norm_fp8.op import layer_norm_fp8
+from tilewright.ops.matmul.op import matmul
 from tilewright.ops.relu.op import relu
 from tilewright.ops.rms_norm.op import rms_norm
 from tilewright.ops.rms_norm_fp8.op import rms_norm_fp8
@@ -37,6 +38,7 @@ __all__ = [
     "geglu_packed",
     "layer_norm",
     "layer_norm_fp8",
+    "matmul",
     "relu",
     "rms_norm",
     "rms_norm_fp8",

@@ -15,13 +15,13 @@ import torch
 
 from tilewright import checks
 from tilewright.errors import DTypeError, InputError, sentence
+from tilewright.multiplying import check_precision
 from tilewright.spec import BadInput
 
 RANKS = {"bhsd": 4, "bshd": 4, "thd": 3}
 TOKENS = {"bhsd": 2, "bshd": 1, "thd": 0}  # the dim that counts them
 HEADS = {"bhsd": 1, "bshd": 2, "thd": 1}
 ALIGNMENTS = {"bottom_right": False, "top_left": True}
-PRECISIONS = {"ieee": "ieee", "tf32": "tf32"}
 HELP = "See help(tilewright.attention)."
 
 Tensor = torch.Tensor
@@ -65,27 +65,6 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def precision_of(precision: str | None, dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as `precision` says, or as torch's own products are."""
-    if precision is not None:
-        option("precision", precision, PRECISIONS)
-    if dtype != torch.float32:
-        return "ieee"
-    return torchs_precision() if precision is None else precision
-
-
-def torchs_precision() -> str:
-    try:
-        exact = torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # somebody set it by its newer name
-        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-    return "ieee" if exact else "tf32"
-
-
-# to Dynamo, which guards what it reads: a graph is made anew when that changes
-torchs_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def longest(name: str, given: Any, total: int) -> int:
     """The most tokens of a sequence: what the user says, or all there are."""
     if given is None:
@@ -119,7 +98,7 @@ def check(
     softcap: float, max_q: int, max_k: int, precision: str,
 ) -> None:  # fmt: skip
     option("layout", layout, RANKS)
-    option("precision", precision, PRECISIONS)
+    check_precision("attention", precision)
     checks.number("attention", "scale", scale)
     checks.number("attention", "softcap", softcap, at_least=0.0)
     if softcap == math.inf:

@@ -14,9 +14,9 @@ that function. Names join this list as their ops do.
 | `flash_attention_forward`     | triton_llm_kernel_lab | `attention`                        |
 | `flash_attention_full_triton` | cuda-triton-multiarch | `scaled_dot_product_attention`     |
 | `flash_attention_triton`      | cuda-triton-multiarch | `scaled_dot_product_attention`     |
-| `fp16_matmul`                 | triton_llm_kernel_lab | `torch.matmul`, until we have one  |
+| `fp16_matmul`                 | triton_llm_kernel_lab | `matmul`                           |
 | `fused_rmsnorm_swiglu_triton` | cuda-triton-multiarch | `rms_norm_swiglu`                  |
-| `matmul_fp16_triton`          | cuda-triton-multiarch | `torch.matmul`, until we have one  |
+| `matmul_fp16_triton`          | cuda-triton-multiarch | `matmul`                           |
 | `rms_norm_triton`             | cuda-kernels          | `rms_norm`                         |
 | `rmsnorm_pytorch`             | cuda-triton-multiarch | `rms_norm(backend="torch")`        |
 | `rmsnorm_triton`              | cuda-triton-multiarch | `rms_norm`                         |
@@ -43,6 +43,7 @@ from tilewright.explain import explain
 from tilewright.functional import scaled_dot_product_attention
 from tilewright.ops.attention.op import OP as ATTENTION
 from tilewright.ops.attention.op import attention
+from tilewright.ops.matmul.op import matmul
 from tilewright.ops.rms_norm.op import rms_norm
 from tilewright.ops.rms_norm_swiglu.op import rms_norm_swiglu
 from tilewright.ops.rope.op import rope
@@ -243,12 +244,12 @@ def rope_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def fp16_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """triton_llm_kernel_lab's a @ b of halves; torch's own matmul until tilewright has one."""
+    """triton_llm_kernel_lab's a @ b of halves; calls `matmul`."""
     return _matmul("fp16_matmul", ("a", a), ("b", b))
 
 
 def matmul_fp16_triton(x: Tensor, W: Tensor) -> Tensor:
-    """cuda-triton-multiarch's x @ W of halves; torch's own matmul until tilewright has one."""
+    """cuda-triton-multiarch's x @ W of halves; calls `matmul`."""
     return _matmul("matmul_fp16_triton", ("x", x), ("W", W))
 
 
@@ -267,4 +268,4 @@ def _matmul(op: str, *named: tuple[str, Tensor]) -> Tensor:
         wants = f"have {a.shape[-1]} rows, as many as {first} has columns, {tuple(a.shape)}"
         got, fix = f"has shape {tuple(b.shape)}", f"Check its dim -2, or pass {second}.mT."
         raise InputError(sentence(op, second, got, wants, fix))
-    return torch.matmul(a, b)
+    return matmul(a, b)

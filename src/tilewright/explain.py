@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from tilewright import dispatch, functional, library
+from tilewright import dispatch, functional, library, tuned
 from tilewright import gpu as gpus
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
-from tilewright.spec import Args, Op, on_meta
+from tilewright.spec import Args, Choice, Op, on_meta
 from tilewright.toolkit import recording
 
 
@@ -33,6 +33,8 @@ class Explanation:
     kernels: tuple[str, ...] = ()
     bytes_moved: int = 0
     floor_us: float | None = None  # bytes over the datasheet's bandwidth; None where unknown
+    predicted_us: float | None = None  # by a table of times measured near this shape; None: no such
+    predicted_by: str = ""  # which table and bucket, and what it says of each backend
     backward: str | None = None
     backward_refused: dict[str, str] = field(default_factory=dict)  # of backends before that one
 
@@ -47,6 +49,8 @@ class Explanation:
                 f"  moves {self.bytes_moved:,} bytes: at least {_short(self.floor_us)} us at the "
                 "datasheet's bandwidth"
             )
+        if self.predicted_us is not None:
+            lines.append(f"  predicted: {_short(self.predicted_us)} us by {self.predicted_by}")
         if self.backward:
             lines.append(f"  backward: {self.backward}")
         if self.backward != self.backend:  # else the reasons are those above
@@ -105,6 +109,7 @@ def explain_call(
         kernels=kernels(choice, args),
         bytes_moved=moved,
         floor_us=moved / bandwidth * 1e6 if bandwidth else None,
+        **_predicted(op, args, choice),
         **_backward(op, args, choice),
     )
 
@@ -168,6 +173,28 @@ def kernels(choice: dispatch.Choice, args: Args) -> tuple[str, ...]:
     with recording.recording() as requests:
         entry(choice.gpu, *on_meta(args))
     return tuple(recording.kernel_name(r) for r in requests)
+
+
+def expected(op: Op, gpu: Gpu, args: Args) -> dict[Choice, float]:
+    """What may serve a call, in the order of ties, and the model's word on each."""
+    assert op.tuning is not None
+    model = dispatch.load(op.tuning.expected)
+    choices = dispatch.load(op.tuning.choices)(gpu, *args)
+    return {choice: model(gpu, choice, *args) for choice in choices}
+
+
+def _predicted(op: Op, args: Args, choice: dispatch.Choice) -> dict[str, Any]:
+    """What the table of this GPU says of the chosen backend, beside the others."""
+    if op.tuning is None or choice.gpu is None:
+        return {}
+    place = dispatch.load(op.tuning.place)(*args)
+    found = tuned.decide(choice.gpu, op.name, place, expected(op, choice.gpu, args))
+    if found is None or choice.backend.name not in found.best:
+        return {}
+    times = ", ".join(f"{name} {_short(us)}" for name, (_, us) in found.best.items())
+    bucket = f"bucket {found.bucket.dims}, {found.bucket.dtype}"
+    by = f"the table of {found.device} ({bucket}): {times}"
+    return {"predicted_us": found.best[choice.backend.name][1], "predicted_by": by}
 
 
 def _backward(op: Op, args: Args, choice: dispatch.Choice) -> dict[str, Any]:

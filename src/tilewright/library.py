@@ -237,7 +237,9 @@ def _on_device(run: Callable[..., Any], index: int) -> Callable[..., Any]:
 
 
 def _with_backend(op: Op, args: Args) -> Args:
-    """torch.ops drops trailing defaults; put the backend back."""
+    """torch.ops drops trailing defaults, and makes lists of tuples; put back the backend, and what
+    has a hash."""
+    args = tuple(tuple(a) if a.__class__ is list else a for a in args)
     return args if len(args) > len(op.arguments) else (*args, None)
 
 

@@ -186,6 +186,7 @@ class Op:
     variants: tuple[Mapping[str, Any], ...] = ({},)  # dims beside the shape that change the kernel
     rounds_as_reference: bool = False  # verify holds the kernel to the reference's own roundings
     errors: tuple[BadInput, ...] = ()
+    tuning: Tuning | None = None  # what `tilewright tune` may choose between
     namespace: str = "tilewright"
 
     @property
@@ -313,3 +314,41 @@ def _tiny(dtype: torch.dtype) -> float:
     # exp2 and division flush to zero, so there the smallest normal is the honest step.
     kind = torch.finfo(dtype)
     return kind.tiny * kind.eps if kind.bits < 32 and dtype != torch.bfloat16 else kind.tiny
+
+
+class Choice(NamedTuple):
+    """One way to serve a call, as `tune` measures it: a backend, and its launch in its own words.
+
+    >>> str(Choice("gluon", (128, 256))), Choice.of("torch")
+    ('gluon:128x256', Choice(backend='torch', launch=()))
+    """
+
+    backend: str
+    launch: tuple[int, ...] = ()  # (): as the backend itself decides
+
+    def __str__(self) -> str:
+        return f"{self.backend}:{'x'.join(map(str, self.launch))}" if self.launch else self.backend
+
+    @staticmethod
+    def of(text: str) -> Choice:
+        backend, _, launch = text.partition(":")
+        return Choice(backend, tuple(int(n) for n in launch.split("x")) if launch else ())
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `tilewright tune` may choose between for an op. Functions are named, as entries are."""
+
+    cases: tuple[Case, ...]  # the grid: a bucket for each, in each dtype
+    dtypes: tuple[torch.dtype, ...]
+    choices: str
+    """(gpu, *args) -> the Choices that can serve this call; among equals the first is taken."""
+    expected: str
+    """(gpu, choice, *args) -> microseconds by a model. It carries a time that was measured at a
+    bucket over to another shape, so only its ratios matter."""
+    place: str
+    """(*args) -> (kind, coordinates). Calls of one kind, layouts and dtype, may share a bucket;
+    coordinates, such as the log2 of m, n and k, say which is near."""
+    part: str | None = None
+    """(generator, *args) -> (a smaller call, cut), where `cut(result)` is the smaller call's part
+    of a result: a call too large for float64 is checked so. None: all of it is."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from tilewright.cli import bench, checks
+from tilewright.cli import bench, checks, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -15,5 +15,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="GPU kernels for transformer models: verified, compiled for every SM, measured.",
 )
-for part in (checks.app, bench.app):
+for part in (checks.app, bench.app, tune.app):
     app.registered_commands += part.registered_commands

@@ -141,6 +141,7 @@ def _of_call(
         for request in requests:
             name = str(dtype).removeprefix("torch.")
             on_cores = dtype != torch.float32 and kernel_name(request) in backend.tensor_cores
+            on_cores = on_cores and gpu.arch.triton_tensor_cores
             yield Wanted(
                 op.name, backend.name, name, case, gpu.sm, request, on_cores, backend.may_spill
             )

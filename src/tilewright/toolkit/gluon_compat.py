@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
 
 __all__ = [
+    "barrier",
     "descriptor",
     "fence_async_shared",
     "gl",
@@ -36,6 +37,7 @@ _RENAMED = hasattr(tma, "async_load")
 tma_load = tma.async_load if _RENAMED else tma.async_copy_global_to_shared
 tma_store = tma.async_store if _RENAMED else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's warps
 
 
 def record(cls: type) -> Any:
@@ -54,6 +56,7 @@ def record(cls: type) -> Any:
 
 
 def descriptor(base: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """Of halves whose tiles lie in shared memory as wgmma reads them: in 128 bytes, swizzled."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    """Of tiles that lie in shared memory as wgmma reads them: in 128 bytes, swizzled."""
+    bits = 8 * base.dtype.itemsize
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(block))
     return TensorDescriptor(base, shape, strides, block, layout)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewright import attending, checks, debugging, library
+from tilewright import attending, checks, debugging, library, multiplying
 from tilewright.attending import HEADS, TOKENS
 from tilewright.ops.attention import bounds, reference
 from tilewright.shapes import LLAMA_3_8B, MODELS
@@ -106,7 +106,7 @@ def attention(
     if q.dtype != torch.float32 and precision is None:
         precision = "ieee"
     else:
-        precision = attending.precision_of(precision, q.dtype)
+        precision = multiplying.precision_of("attention", precision, q.dtype)
     if getattr(alibi_slopes, "requires_grad", False) and torch.is_grad_enabled():
         wants, fix = "be a constant: there is no gradient for it", "Pass alibi_slopes.detach()."
         raise attending.wrong("alibi_slopes", "requires grad", wants, fix)
@@ -181,7 +181,7 @@ def inputs(dims: Dims, dtype: torch.dtype, device: Any, rng: Any) -> Args:
         seq_lens = placed(drawn, torch.int32)
     left, right = attending.borders(_window(dims), dims.get("causal", False), max(max_q, max_k))
     scale = dims.get("scale", max(shape[-1], 1) ** -0.5)
-    precision = attending.precision_of(dims.get("precision") or "ieee", dtype)
+    precision = multiplying.precision_of("attention", dims.get("precision") or "ieee", dtype)
     return (
         q, k, v, sinks, slopes, None if bias is None else placed(bias, kind), cu_q, cu_k, seq_lens,
         layout, scale, left, right, dims.get("top_left", False), dims.get("softcap", 0.0),
