@@ -2,23 +2,28 @@
 
 Calls of one stream follow each other, so they may use the same memory; calls of two streams may
 not. A kernel leaves the flags as it found them. A captured graph may be replayed on any stream, so
-each captured call has memory of its own, whose flags the graph clears.
+each captured call has memory of its own: sums from the graph's pool, and flags that were cleared
+before, for clearing them in the graph would take as long as a small kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from tilewright.toolkit import memory
 
+SPARE = 2**20  # flags of a device for captured calls; when they are gone, graphs clear their own
+
 Room = tuple[torch.Tensor, torch.Tensor]  # float32 sums, int32 flags
 
 _rooms: dict[tuple[int, int], Room] = {}  # by device and stream
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+_spare: dict[int, torch.Tensor] = {}  # flags that no captured call has yet, by device
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def per_stream(sums: int, flags: int, device: torch.device) -> Callable[[], Room]:
@@ -26,25 +31,38 @@ def per_stream(sums: int, flags: int, device: torch.device) -> Callable[[], Room
     if memory.guards or device.type != "cuda" or _current_stream is None:
         return partial(_new, sums, flags, device)
     index = torch.cuda.current_device()
+    if index not in _spare:
+        _spare[index] = _cleared(SPARE, device)
 
     def room() -> Room:
         if _is_capturing():
-            return _new(sums, flags, device)
+            return _captured(sums, flags, device, index)
         key = index, _current_stream(index)
         found = _rooms.get(key)
         if found is None or len(found[0]) < sums or len(found[1]) < flags:
-            if found is not None:
-                sums_, flags_ = max(len(found[0]), sums), max(len(found[1]), flags)
-            else:
-                sums_, flags_ = sums, flags
-            found = _rooms[key] = _new(sums_, flags_, device)
+            before = (0, 0) if found is None else (len(found[0]), len(found[1]))
+            found = _new(max(sums, before[0]), max(flags, before[1]), device)
+            _rooms[key] = found
         return found
 
     return room
 
 
+def _captured(sums: int, flags: int, device: torch.device, index: int) -> Room:
+    spare = _spare[index]
+    if len(spare) < flags:
+        return _new(sums, flags, device)
+    _spare[index] = spare[flags:]
+    return _sums(sums, device), spare[:flags]
+
+
 def _new(sums: int, flags: int, device: torch.device) -> Room:
-    return (
-        memory.contiguous((sums,), torch.float32, device)(),
-        torch.zeros(flags, dtype=torch.int32, device=device),
-    )
+    return _sums(sums, device), _cleared(flags, device)
+
+
+def _sums(count: int, device: torch.device) -> torch.Tensor:
+    return memory.contiguous((count,), torch.float32, device)()
+
+
+def _cleared(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -80,9 +80,12 @@ def _described(
 def _bind(
     gpu: Gpu, product: Product, dtype: torch.dtype, out: torch.dtype, tiles: Tiles
 ) -> Callable[..., None]:
-    """`run(c, a, b, sums, flags)`; the last two if tiles are cut."""
+    """`run(c, a, b, b, sums, flags)`; the second b if its columns are no power of two, the last two
+    if tiles are cut."""
     depth, part = launches.depth(dtype), STORED // out.itemsize
     plan = launches.work(product, tiles, dtype, gpu)
+    columns = 1 << (tiles.columns.bit_length() - 1)  # the largest power of two in them
+    rest = tiles.columns - columns
     staged = 2 * WORKERS * SHARE * STORED
     room = gpu.shared_per_block - RESERVED - staged
     stages = min(room // (depth * (ROWS + tiles.columns) * dtype.itemsize), MOST_STAGES)
@@ -93,7 +96,8 @@ def _bind(
         [
             _described(out, c, product.count, SHARE, part),
             _described(dtype, product.a, product.count, SHARE, depth),
-            _described(dtype, product.b, product.count, depth, tiles.columns),
+            _described(dtype, product.b, product.count, depth, columns),
+            _described(dtype, product.b, product.count, depth, rest) if rest else None,
             torch.float32 if plan.cut else None,
             torch.int32 if plan.cut else None,
         ],
@@ -102,8 +106,8 @@ def _bind(
             GROUP, int(product.a.inner_stride > 0), int(product.b.inner_stride > 0),
         ),
         {
-            "WORKERS": WORKERS, "SHARE": SHARE, "COLUMNS": tiles.columns, "DEPTH": depth,
-            "STAGES": stages, "PART": part, "A_BY_ROWS": product.a.by_rows,
+            "WORKERS": WORKERS, "SHARE": SHARE, "COLUMNS": columns, "REST": rest,
+            "DEPTH": depth, "STAGES": stages, "PART": part, "A_BY_ROWS": product.a.by_rows,
             "B_BY_ROWS": product.b.by_rows, "SPLIT": plan.cut > 0, "REGISTERS": REGISTERS,
             "FEW_REGISTERS": FEW_REGISTERS,
         },
@@ -123,16 +127,20 @@ def prepare(
     kernel = _bind(gpu, product, a.dtype, out, tiles)
     new_c = memory.contiguous(product.shape, out, a.device)
     plan = launches.work(product, tiles, a.dtype, gpu)
-    if not plan.cut:
-        return lambda a, b, *_: _made(kernel, new_c(), a, b)
     sums = plan.parts * ROWS * tiles.columns
-    room = workspace.per_stream(sums, plan.cut * WORKERS, a.device)
-    return lambda a, b, *_: _made(kernel, new_c(), a, b, *room())
+    room = workspace.per_stream(sums, plan.cut * WORKERS, a.device) if plan.cut else _no_room
+    is_chained = tiles.columns & (tiles.columns - 1)
+
+    def run(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+        c = new_c()
+        kernel(c, a, b, b if is_chained else None, *room())
+        return c
+
+    return run
 
 
-def _made(kernel: Callable[..., None], c: torch.Tensor, *tensors: Any) -> torch.Tensor:
-    kernel(c, *tensors, *[None] * (4 - len(tensors)))
-    return c
+def _no_room() -> tuple[None, None]:
+    return None, None
 
 
 def refuses_backward(

@@ -1,6 +1,6 @@
 """Matmul for Hopper, in Gluon: blocks that stay, a producer and two consumers in each.
 
-A block computes tiles of WORKERS * SHARE rows and COLUMNS columns, one after another:
+A block computes tiles of WORKERS * SHARE rows and COLUMNS + REST columns, one after another:
   producer    one warp: tiles of both operands from memory to shared memory by TMA, STAGES ahead
   consumers   four warps each, SHARE rows: products on the tensor cores, sums in registers
 Consumers wait for the producer and never for each other, so one stores its rows while the other
@@ -41,6 +41,7 @@ class How:
     WORKERS: gl.constexpr
     SHARE: gl.constexpr  # rows of a consumer
     COLUMNS: gl.constexpr
+    REST: gl.constexpr  # more of them, or 0: tensors have powers of two
     DEPTH: gl.constexpr  # elements along K of a step
     STAGES: gl.constexpr
     PART: gl.constexpr  # columns that are stored at a time
@@ -71,6 +72,7 @@ class Rings:
 
     a: gl.shared_memory_descriptor  # [STAGES * WORKERS, 1, SHARE, DEPTH], or columns first
     b: gl.shared_memory_descriptor  # [STAGES, 1, DEPTH, COLUMNS], or columns first
+    rest: gl.shared_memory_descriptor  # the same of REST columns
     c: gl.shared_memory_descriptor  # [2 * WORKERS, 1, SHARE, PART]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -112,7 +114,7 @@ def _place(tile, where, how):
     above = rest // wide * where.group
     size = gl.minimum(where.m_tiles - above, where.group)
     row, column = above + rest % wide % size, rest % wide // size
-    return matrix, row * (how.WORKERS * how.SHARE), column * how.COLUMNS
+    return matrix, row * (how.WORKERS * how.SHARE), column * (how.COLUMNS + how.REST)
 
 
 @gluon.jit
@@ -131,8 +133,9 @@ def _before(slot, how):
 
 
 @gluon.jit
-def _produce(a_desc, b_desc, where, rings, how):
-    BYTES: gl.constexpr = how.WORKERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+def _produce(a_desc, b_desc, rest_desc, where, rings, how):
+    WIDE: gl.constexpr = how.WORKERS * how.SHARE + how.COLUMNS + how.REST
+    BYTES: gl.constexpr = WIDE * how.DEPTH * a_desc.dtype.primitive_bitwidth // 8
     slot, phase = 0, 1  # at first all places are empty
     for i in range(_pieces(where, how)):
         tile, _, first, last = _piece(i, where, how)
@@ -149,6 +152,10 @@ def _produce(a_desc, b_desc, where, rings, how):
                 tma_load(a_desc, [of_a, at, k] if how.A_BY_ROWS else [of_a, k, at], full, place)
             at_b = [of_b, k, column] if how.B_BY_ROWS else [of_b, column, k]
             tma_load(b_desc, at_b, full, rings.b.index(slot))
+            if how.REST > 0:
+                beyond = column + how.COLUMNS
+                at_b = [of_b, k, beyond] if how.B_BY_ROWS else [of_b, beyond, k]
+                tma_load(rest_desc, at_b, full, rings.rest.index(slot))
             slot, phase = _next(slot, phase, how)
 
 
@@ -165,19 +172,48 @@ def _matrix(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BY_ROWS: gl.constex
 
 
 @gluon.jit
-def _multiply(first, last, slot, phase, rings, how, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+def _nothing(how, COLUMNS: gl.constexpr):
+    # a step is four instructions: 16 halves or 8 floats along K each
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, how.DEPTH // 4])
+    return gl.zeros([how.SHARE, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _issue(acc, slot, is_added, rings, how, WHICH: gl.constexpr):
+    """The products of a step, of all columns."""
+    a = rings.a.index(slot * how.WORKERS + WHICH)
+    a = _matrix(a, how.SHARE, how.DEPTH, how.A_BY_ROWS)
+    b = _matrix(rings.b.index(slot), how.DEPTH, how.COLUMNS, how.B_BY_ROWS)
+    under_way = warpgroup_mma(a, b, acc[0], use_acc=is_added, is_async=True)
+    if how.REST == 0:
+        return (under_way,)
+    else:
+        b = _matrix(rings.rest.index(slot), how.DEPTH, how.REST, how.B_BY_ROWS)
+        return under_way, warpgroup_mma(a, b, acc[1], use_acc=is_added, is_async=True)
+
+
+@gluon.jit
+def _settled(under_way, how, STEPS: gl.constexpr):
+    """The sums, with the products of so many steps still under way."""
+    if how.REST == 0:
+        return (warpgroup_mma_wait(STEPS, deps=(under_way[0],)),)
+    else:
+        return warpgroup_mma_wait(2 * STEPS, deps=(under_way[0], under_way[1]))
+
+
+@gluon.jit
+def _multiply(first, last, slot, phase, rings, how, WHICH: gl.constexpr):
     """The sums of a tile's steps, one product under way while the next is issued."""
-    acc = gl.zeros([how.SHARE, how.COLUMNS], gl.float32, LAYOUT)
+    if how.REST == 0:
+        acc = (_nothing(how, how.COLUMNS),)
+    else:
+        acc = _nothing(how, how.COLUMNS), _nothing(how, how.REST)
     for step in range(first, last):
         mbarrier.wait(rings.full.index(slot), phase)
-        place = rings.a.index(slot * how.WORKERS + WHICH)
-        a = _matrix(place, how.SHARE, how.DEPTH, how.A_BY_ROWS)
-        b = _matrix(rings.b.index(slot), how.DEPTH, how.COLUMNS, how.B_BY_ROWS)
-        under_way = warpgroup_mma(a, b, acc, use_acc=step > first, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(under_way,))
+        acc = _settled(_issue(acc, slot, step > first, rings, how, WHICH), how, 1)
         mbarrier.arrive(rings.empty.index(_before(slot, how)), count=1, pred=step > first)
         slot, phase = _next(slot, phase, how)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = _settled(acc, how, 0)
     mbarrier.arrive(rings.empty.index(_before(slot, how)), count=1)
     return acc, slot, phase
 
@@ -236,16 +272,15 @@ def _unflat(x, how):
 @gluon.jit
 def _sums_at(sums_ptr, tile, part, j, where, how, WHICH: gl.constexpr):
     """Where a consumer leaves its sums of a part of a cut tile, PART columns of them."""
-    number = (tile - where.whole) * where.splits + part
-    return sums_ptr + ((number * how.WORKERS + WHICH) * (how.COLUMNS // how.PART) + j) * (
-        how.SHARE * how.PART
-    )
+    PARTS: gl.constexpr = (how.COLUMNS + how.REST) // how.PART
+    number = ((tile - where.whole) * where.splits + part) * how.WORKERS + WHICH
+    return sums_ptr + (number * PARTS + j) * (how.SHARE * how.PART)
 
 
 @gluon.jit
 def _leave(parts, tile, part, where, sums_ptr, flags_ptr, how, WHICH: gl.constexpr):
     """Sums for whoever comes last; returns whether that is now."""
-    for j in gl.static_range(how.COLUMNS // how.PART):
+    for j in gl.static_range((how.COLUMNS + how.REST) // how.PART):
         sums = _flat(parts[j])
         place = gl.arange(0, how.SHARE * how.PART, sums.type.layout)
         gl.store(_sums_at(sums_ptr, tile, part, j, where, how, WHICH) + place, sums)
@@ -260,7 +295,7 @@ def _leave(parts, tile, part, where, sums_ptr, flags_ptr, how, WHICH: gl.constex
 @gluon.jit
 def _gather(parts, tile, where, sums_ptr, how, WHICH: gl.constexpr):
     """The sums of all parts, in the order of K."""
-    PARTS: gl.constexpr = how.COLUMNS // how.PART
+    PARTS: gl.constexpr = (how.COLUMNS + how.REST) // how.PART
     total = ()
     for j in gl.static_range(PARTS):
         total = total + (gl.zeros_like(_flat(parts[j])),)  # noqa: RUF005 - as Triton wants it
@@ -280,7 +315,7 @@ def _gather(parts, tile, where, sums_ptr, how, WHICH: gl.constexpr):
 @gluon.jit
 def _store(parts, matrix, row, column, c_desc, rings, how, WHICH: gl.constexpr):
     """By TMA, which stops at the matrix's edges. Two parts of a consumer may be on their way."""
-    for j in gl.static_range(how.COLUMNS // how.PART):
+    for j in gl.static_range((how.COLUMNS + how.REST) // how.PART):
         place = rings.c.index(WHICH * 2 + j % 2)
         tma_store_wait(1)
         place.reshape([how.SHARE, how.PART]).store(parts[j].to(place.dtype))
@@ -290,16 +325,14 @@ def _store(parts, matrix, row, column, c_desc, rings, how, WHICH: gl.constexpr):
 
 @gluon.jit
 def _consume(WHICH: gl.constexpr, c_desc, sums_ptr, flags_ptr, where, rings, how):
-    # a step is four instructions: 16 halves or 8 floats along K each
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, how.COLUMNS, how.DEPTH // 4]
-    )
     slot, phase = 0, 0
     for i in range(_pieces(where, how)):
         tile, part, first, last = _piece(i, where, how)
         matrix, row, column = _place(tile, where, how)
-        acc, slot, phase = _multiply(first, last, slot, phase, rings, how, WHICH, LAYOUT)
-        parts = _parts(acc, how.PART)
+        acc, slot, phase = _multiply(first, last, slot, phase, rings, how, WHICH)
+        parts = _parts(acc[0], how.PART)
+        if how.REST > 0:
+            parts = parts + _parts(acc[1], how.PART)
         is_done = row + WHICH * how.SHARE < where.rows  # else nobody wants these rows
         if how.SPLIT:  # noqa: SIM102
             if is_done & (tile >= where.whole):
@@ -330,13 +363,13 @@ SIZES = [
 
 @gluon.jit(do_not_specialize=SIZES)
 def _matmul_on_hopper(
-    c_desc, a_desc, b_desc, sums_ptr, flags_ptr,
+    c_desc, a_desc, b_desc, rest_desc, sums_ptr, flags_ptr,
     rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked,
-    WORKERS: gl.constexpr, SHARE: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, PART: gl.constexpr, A_BY_ROWS: gl.constexpr, B_BY_ROWS: gl.constexpr,
-    SPLIT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
+    WORKERS: gl.constexpr, SHARE: gl.constexpr, COLUMNS: gl.constexpr, REST: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, A_BY_ROWS: gl.constexpr,
+    B_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    how = How(WORKERS, SHARE, COLUMNS, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, SPLIT)
+    how = How(WORKERS, SHARE, COLUMNS, REST, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, SPLIT)
     where = Where(rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked)
     OF_A: gl.constexpr = a_desc.block_type.shape
     OF_B: gl.constexpr = b_desc.block_type.shape
@@ -345,13 +378,20 @@ def _matmul_on_hopper(
     )
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, OF_B[1], OF_B[2]], b_desc.layout)
     c = gl.allocate_shared_memory(c_desc.dtype, [2 * WORKERS, 1, SHARE, PART], c_desc.layout)
-    rings = Rings(a, b, c, _barriers(STAGES, 1), _barriers(STAGES, WORKERS))
+    if REST > 0:
+        OF_REST: gl.constexpr = rest_desc.block_type.shape
+        rest = gl.allocate_shared_memory(
+            b_desc.dtype, [STAGES, 1, OF_REST[1], OF_REST[2]], b_desc.layout
+        )
+    else:
+        rest = b
+    rings = Rings(a, b, rest, c, _barriers(STAGES, 1), _barriers(STAGES, WORKERS))
     # constants of the arguments stay constants only in a tuple that has no name
     gl.warp_specialize(
         [
             (_consume, (0, c_desc, sums_ptr, flags_ptr, where, rings, how)),
             (_consume, (1, c_desc, sums_ptr, flags_ptr, where, rings, how)),
-            (_produce, (a_desc, b_desc, where, rings, how)),
+            (_produce, (a_desc, b_desc, rest_desc, where, rings, how)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -24,9 +24,9 @@ BYTES_PER_US = 3.9e6  # of weights that are read once
 
 WORKERS = 2  # consumers of a block
 ROWS = 128  # of a tile
-STEP_US = {256: 0.66, 128: 0.345, 64: 0.225}  # by columns of a tile: 128 bytes along K
-LEAVE_US = {256: 7.0, 128: 3.5, 64: 2.0}  # of a cut tile: its sums go to memory
-GATHER_US = {256: 1.2, 128: 0.6, 64: 0.3}  # for each part of it: its sums come back
+STEP_US = {256: 0.66, 192: 0.5, 128: 0.345, 64: 0.225}  # by columns of a tile: 128 bytes along K
+LEAVE_US = {256: 7.0, 192: 5.5, 128: 3.5, 64: 2.0}  # of a cut tile: its sums go to memory
+GATHER_US = {256: 1.2, 192: 0.9, 128: 0.6, 64: 0.3}  # for each part of it: its sums come back
 SUMS_PER_US = 3e6  # bytes, of all parts at a time
 MOST_SPLITS = 12
 FEWEST_STEPS = 4  # of a part

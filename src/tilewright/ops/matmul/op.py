@@ -239,8 +239,8 @@ def _plans() -> Iterator[Case]:
     dims = {"shape": (300, 4104), "n": 2568, "b": "column"}
     yield Case("wide-cut-tf32", {**dims, "precision": "tf32"}, "plan")
     yield Case("wide-cut-to-float32", {**dims, "out_dtype": torch.float32}, "plan")
-    yield Case("stack-of-many", {"shape": (5, 300, 264), "n": 520, "stack": (5,)}, "plan")
-    yield Case("stack-of-b-only", {"shape": (300, 264), "n": 520, "stack": (5,)}, "plan")
+    yield Case("stack-of-many", {"shape": (5, 300, 264), "n": 520, "stack": 5}, "plan")
+    yield Case("stack-of-b-only", {"shape": (300, 264), "n": 520, "stack": 5}, "plan")
 
 
 def _projections(m: Model) -> dict[str, tuple[int, int]]:
