@@ -52,7 +52,7 @@ def _captured(sums: int, flags: int, device: torch.device, index: int) -> Room:
     spare = _spare[index]
     if len(spare) < flags:
         return _new(sums, flags, device)
-    _spare[index] = spare[flags:]
+    _spare[index] = spare[-(-flags // 4) * 4 :]  # 16 bytes, as kernels want them
     return _sums(sums, device), spare[:flags]
 
 

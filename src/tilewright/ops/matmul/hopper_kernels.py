@@ -367,7 +367,8 @@ def _matmul_on_hopper(
     rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked,
     WORKERS: gl.constexpr, SHARE: gl.constexpr, COLUMNS: gl.constexpr, REST: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, A_BY_ROWS: gl.constexpr,
-    B_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
+    B_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr,
+    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     how = How(WORKERS, SHARE, COLUMNS, REST, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, SPLIT)
     where = Where(rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked)
