@@ -1,11 +1,12 @@
-"""Neither a developer's own choice of backend nor luck decides what the tests see."""
+"""Neither a developer's own choice of backend or table nor luck decides what the tests see."""
 
 import os
 
 import pytest
 import torch
 
-os.environ.pop("TILEWRIGHT_BACKEND", None)
+for variable in ("TILEWRIGHT_BACKEND", "TILEWRIGHT_TUNED"):
+    os.environ.pop(variable, None)
 
 
 @pytest.fixture(autouse=True)

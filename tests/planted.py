@@ -30,6 +30,7 @@ ATTENTION_NAIVE = "ops/attention/naive_impl.py"
 ATTENTION_TILES = "toolkit/triton_attention.py"
 MATMUL = "ops/matmul/triton_impl.py"
 MATMUL_CALL = "toolkit/matmul_call.py"
+MATMUL_SKINNY = "ops/matmul/skinny_impl.py"
 
 
 @dataclass(frozen=True)
@@ -833,5 +834,21 @@ PLANTED = (
         "a gradient is not summed where a matrix was shared", edge("matmul", "stack-of-b"),
         MATMUL_CALL,
         ".sum_to_size(target)", "[: math.prod(target) // math.prod(target[-2:])].reshape(target)",
+    ),
+    Planted(
+        "the depth of few rows is not masked", edge("matmul", "few-rows-deep-nt"), MATMUL_SKINNY,
+        "mask=(line < lines) & (along < length)", "mask=line < lines",
+    ),
+    Planted(
+        "one of few rows too many is stored", edge("matmul", "few-rows-deep"), MATMUL_SKINNY,
+        "inside = (row < m)", "inside = (row <= m)",
+    ),
+    Planted(
+        "the last split is not added", edge("matmul", "few-rows-deep"), MATMUL_SKINNY,
+        "for other in range(splits):", "for other in range(splits - 1):",
+    ),
+    Planted(
+        "every split goes on to the end", edge("matmul", "few-rows-deep"), MATMUL_SKINNY,
+        "split * steps // splits, (split + 1) * steps // splits", "split * steps // splits, steps",
     ),
 )  # fmt: skip

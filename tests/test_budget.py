@@ -17,7 +17,7 @@ import torch
 
 from tilewright import dispatch, gpu, library, ops, shapes
 from tilewright.matrix.reach import describe
-from tilewright.spec import FLOATS, Args, Op, as_tuple
+from tilewright.spec import FLOATS, Args, Backend, Op, as_tuple
 from tilewright.toolkit import recording
 
 LIMIT = 12
@@ -125,6 +125,8 @@ FORWARD["matmul"] = {
     "by columns": {"need": "a", "way": "columns"},
     "b by columns": {"need": "a", "b": "columns"},
     "to float32": {"need": "a", "dtype": torch.float32},
+    "tf32": {"need": "a", "precision": "tf32"},
+    "tf32, b by columns": {"need": "a", "precision": "tf32", "b": "columns"},
 }
 # Every option is a kernel of its own, and so is every width of a head.
 FORWARD["attention"] = {
@@ -213,7 +215,7 @@ def _matmul_args(x: torch.Tensor, flags: Flags) -> Args:
     n = flags.get("columns", 4096)
     b = _empty(x.shape[-1], n, dtype=x.dtype)
     b = _empty(n, x.shape[-1], dtype=x.dtype).t() if flags.get("b") == "columns" else b
-    return x, b, flags.get("dtype"), "ieee", None, False
+    return x, b, flags.get("dtype"), flags.get("precision", "ieee"), None, False
 
 
 def _forward_args(name: str, x: torch.Tensor, flags: Flags) -> Args:
@@ -282,7 +284,13 @@ REFUSED = {
     "cuda": ("dim 0", "llama mixed", "mixed"),
     "naive": ("heads of 256", "sinks", "softcap", "alibi", "bias", "packed", "lengths"),
     "gluon": ("alibi", "bias"),
-}  # by technology or backend; see test_dispatch
+    # of tf32, the tensor cores want rows of the first operand and columns of the second
+    "forward gluon": ("tf32",),
+    "backward gluon": ("tf32, b by columns",),
+    "skinny": ("tf32",),
+    # like `b by columns`; a K of one, which lies both ways, would be its thirteenth
+    "triton": ("tf32, b by columns",),
+}  # by technology, backend, or phase and backend; see test_dispatch
 
 
 def _budgets() -> Iterator[Any]:
@@ -293,15 +301,26 @@ def _budgets() -> Iterator[Any]:
                 continue
             op = forward.autograd.op if backward and forward.autograd else forward
             for backend in op.backends:
+                phase = "backward" if backward else "forward"
+                names = {backend.technology, backend.name, f"{phase} {backend.name}"}
+                refused = {flags for key in names for flags in REFUSED.get(key, ())}
                 for flags in flag_sets:
-                    refused = REFUSED.get(backend.technology, ()) + REFUSED.get(backend.name, ())
                     if backend.technology == "torch" or flags in refused:
                         continue
-                    phase = "backward" if backward else "forward"
                     parts = (name, phase, backend.name, flags)
                     yield pytest.param(
                         name, backward, backend.name, flags, id=" ".join(p for p in parts if p)
                     )
+
+
+def _dtypes(name: str, backend: Backend, flags: str) -> list[torch.dtype]:
+    """Every dtype without flags, and one with them; float32 of matmul's gluon is tf32 alone."""
+    if "precision" in FORWARD[name][flags]:
+        return [torch.float32]
+    assert backend.dtypes is not None
+    is_tf32 = (name, backend.name) == ("matmul", "gluon")
+    taken = [d for d in FLOATS if d in backend.dtypes and not (is_tf32 and d == torch.float32)]
+    return taken if flags == "" else [torch.bfloat16]
 
 
 @pytest.mark.parametrize(("name", "backward", "backend", "flags"), list(_budgets()))
@@ -312,9 +331,8 @@ def test_shapes_compile_at_most_twelve_binaries(
     op = forward.autograd.op if backward and forward.autograd else forward
     chosen = op.backend(backend)
     flags_of = FORWARD[name][flags]
-    assert chosen is not None and chosen.dtypes is not None
-    dtypes = [d for d in FLOATS if d in chosen.dtypes] if flags == "" else [torch.bfloat16]
-    for dtype in dtypes:
+    assert chosen is not None
+    for dtype in _dtypes(name, chosen, flags):
         binaries: dict[str, Any] = {}
         for rows, columns, layout in calls()[:: 4 if name == "attention" and flags else 1]:
             x = LAYOUTS[layout](rows, _width(name, columns, flags_of), dtype=dtype)

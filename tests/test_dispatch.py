@@ -78,6 +78,12 @@ def test_on_a_gpu_the_first_backend_serves_and_the_rest_say_why_not(name: str, o
     op = replace(op, backends=tuple(of_floats))
     target = gpu.pretend(on)
     choice = dispatch.choose(op, _args(op), gpu=target)
+    if any(b.yields is not None for b in op.backends):  # one may give way: test_matmul_routes
+        names = [b.name for b in op.backends]
+        others = [name for name in names if name != choice.backend.name]
+        assert [name for name, _ in choice.refused] == others
+        assert all(reason for _, reason in choice.refused)
+        return
     if target.sm < op.backends[0].min_sm:
         assert choice.backend.name == "torch"
         assert f"SM {op.backends[0].min_sm} and newer" in dict(choice.refused)["triton"]

@@ -23,8 +23,11 @@ import torch
 import tilewright
 from tilewright import readme
 from tilewright.explain import explain_call
+from tilewright.gpu import pretend
 from tilewright.ops import every_op, registry
-from tilewright.spec import Args, Op, as_tuple
+from tilewright.spec import Args, Choice, Op, as_tuple
+from tilewright.tuned import file as tuned_file
+from tilewright.tuned.file import Bucket, Table, Timed
 from tilewright.verify import features
 from tilewright.verify.runner import backends_on
 
@@ -533,6 +536,58 @@ def test_a_picture_of_other_data_is_stale(tmp_path: Path) -> None:
     assert set(readme.stale_pictures(tmp_path)) == {"speedup.svg", "bandwidth.svg"}
 
 
+def _tuned_table(us: float) -> str:
+    """One layer of the picture at two rows, and a product that is in none."""
+    found = []
+    for m, n, k, taken, times in (
+        (1, 6144, 4096, "skinny", {"skinny": us, "gluon:64": 30.0, "torch": 18.0}),
+        (512, 6144, 4096, "torch", {"gluon:128": 50.0, "gluon:256": 40.0, "torch": 36.0}),
+        (1, 8192, 8192, "torch", {"triton": 50.0, "torch": 25.0}),
+    ):
+        every = {Choice.of(name): Timed(time, 1.0) for name, time in times.items()}
+        place = tuple(map(math.log2, (m, n, k)))
+        dims = f"{m}x{k},n={n},b=column"
+        found.append(Bucket(dims, "bfloat16", "half T", place, Choice.of(taken), every))
+    versions = {"torch": "2.11.0", "triton": "3.6.0"}
+    table = Table("NVIDIA H200", 0.02, versions, "0", found)
+    return tuned_file.text(tuned_file.Device.of(pretend("h200")), {"matmul": table})
+
+
+def test_routes_are_drawn_from_the_tuned_table(tmp_path: Path) -> None:
+    regions = ("matmul-curves", "matmul-routes")
+    text = "".join(f"<!-- generated: {name} -->\n<!-- end -->\n" for name in regions)
+    assert readme.render(text, tmp_path).count(readme.NOT_MEASURED) == 2
+    assert readme.stale_pictures(tmp_path) == []
+    path = tmp_path / readme.TUNED
+    path.parent.mkdir(parents=True)
+    path.write_text(_tuned_table(16.0), encoding="utf-8")
+    shown = readme.render(text, tmp_path)
+    assert "Llama-3-8B qkv is served, by rows of a, by skinny from 1, cuBLAS from 512." in shown
+    assert "(pictures/routes.svg)" in shown
+    assert "| 6,144 x 4,096 | columns | skinny 1.12 | cuBLAS 0.90 |" in shown
+    assert "| 8,192 x 8,192 | columns | cuBLAS 0.50 | – |" in shown
+    assert "skinny 1, gluon 0, triton 0, cuBLAS 2." in shown
+    assert "Up to 64 rows: 0.50 to 1.12, geometric mean 0.75." in shown
+    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0; table `tuned/h200.json`." in shown
+    assert readme.stale_pictures(tmp_path) == ["routes.svg"]
+    picture = tmp_path / readme.PICTURES / "routes.svg"
+    picture.parent.mkdir(parents=True)
+    picture.write_text(readme._drawn(tmp_path)["routes.svg"], encoding="utf-8")
+    assert readme.stale_pictures(tmp_path) == []
+    path.write_text(_tuned_table(17.0), encoding="utf-8")
+    assert readme.stale_pictures(tmp_path) == ["routes.svg"]
+
+
+def test_ridges_are_where_both_floors_meet() -> None:
+    h200 = pretend("h200")
+    shown = _cells(readme.matmul_ridges(ROOT), h200.name)
+    assert h200.bandwidth
+    assert shown["ridge, flops per byte"] == f"{h200.peaks['fp16'] / h200.bandwidth:.0f}"
+    rows = int(shown["rows of Llama-3-8B qkv"])
+    moved, computed = readme._floors(h200, rows, *readme.LAYERS["Llama-3-8B qkv"])
+    assert math.isclose(moved, computed, rel_tol=0.01)
+
+
 # --- examples and transcripts --------------------------------------------------------------------
 
 
@@ -680,10 +735,10 @@ def test_every_op_has_a_floor() -> None:
 # --- promises ------------------------------------------------------------------------------------
 
 
-def test_two_environment_variables_in_all() -> None:
+def test_three_environment_variables_in_all() -> None:
     text = "".join(path.read_text("utf-8") for path in SRC.rglob("*.py"))
     variables = set(re.findall(r"\bTILEWRIGHT_[A-Z_]+\b", text))
-    assert variables == {"TILEWRIGHT_BACKEND", "TILEWRIGHT_CACHE_DIR"}
+    assert variables == {"TILEWRIGHT_BACKEND", "TILEWRIGHT_CACHE_DIR", "TILEWRIGHT_TUNED"}
     assert variables == set(
         re.findall(r"^\| `(TILEWRIGHT_\w+)` \|", README.read_text("utf-8"), re.M)
     )

@@ -203,29 +203,32 @@ def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:
     choice = choose(op, args, backend=backend)
     entry = load(choice.backend.entry)
     if choice.backend.technology == "torch":
-
-        def run_torch(*args: Any) -> Any:
-            # the op keeps its dtype, or its rule has been applied: nobody shall cast inside
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-                return _as_declared(op, args[:-1], entry(*args[:-1]))
-
-        return run_torch
+        return _by_torch(op, args, entry)
     run: Callable[..., Any] = entry(choice.gpu, *args)
     return run
 
 
-def _as_declared(op: Op, args: Args, results: Any) -> Any:
+def _by_torch(op: Op, args: Args, entry: Callable[..., Any]) -> Callable[..., Any]:
     """Eager torch picks strides of its own; the declaration promises some to torch.compile."""
-    if results is None:
-        return None
-    declared = as_tuple(op.outputs(*on_meta(args)))
-    kept = [
-        r
-        if r.stride() == d.stride()
-        else torch.empty_strided(d.shape, d.stride(), dtype=r.dtype, device=r.device).copy_(r)
-        for r, d in zip(as_tuple(results), declared, strict=True)
-    ]
-    return tuple(kept) if isinstance(results, tuple) else kept[0]
+    found = op.outputs(*on_meta(args))
+    declared = () if found is None else as_tuple(found)
+    strides = [d.stride() for d in declared]
+
+    def as_declared(result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        if result.stride() == stride:
+            return result
+        kept = torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)
+        return kept.copy_(result)
+
+    def run(*args: Any) -> Any:
+        # the op keeps its dtype, or its rule has been applied: nobody shall cast inside
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            results = entry(*args[:-1])
+        if isinstance(results, tuple):
+            return tuple(map(as_declared, results, strides))
+        return results if results is None else as_declared(results, strides[0])
+
+    return run
 
 
 @cache

@@ -9,6 +9,7 @@ exits 1 if a document or a picture differs from what the records say.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import re
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,11 +37,18 @@ from tilewright.bench.contest import (
 )
 from tilewright.bench.record import Record, Row, read
 from tilewright.bench.rivals import NAMES
+from tilewright.gpu import Gpu, known, pretend
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
 from tilewright.profiling.example import worked_example
 from tilewright.spec import Backend, Op
+from tilewright.tuned import file as tuned_file
 from tilewright.verify import features
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from tilewright.bench.canvas import Picture
 
 NOT_MEASURED = "not measured yet"
 
@@ -410,6 +418,230 @@ def _two(ratio: float | None) -> str:
     return NO_NUMBER if ratio is None else f"{ratio:.2f}"
 
 
+# --- trade-offs of a matrix product --------------------------------------------------------------
+
+TUNED = Path("src", "tilewright", "tuned", "h200.json")
+HALF = 2  # bytes
+LAYERS = {  # (columns, depth) of b, as the tuned grid has them: layers of models in shapes.py
+    "Llama-3-8B qkv": (6144, 4096),
+    "Llama-3-70B down": (8192, 28_672),
+}
+SOME_ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
+ROUTES = {"skinny": "skinny", "gluon": "gluon", "triton": "triton", "torch": "cuBLAS"}
+FEW = 64  # rows that `skinny` takes
+
+
+def _intensity(m: int, n: int, k: int) -> float:
+    """Flops per byte of a product of halves whose operands and result are moved once."""
+    return 2 * m * n * k / (HALF * (m * k + k * n + m * n))
+
+
+def _floors(gpu: Gpu, m: int, n: int, k: int) -> tuple[float, float]:
+    """Microseconds at the datasheet's bandwidth, and at the rate of its tensor cores."""
+    assert gpu.bandwidth is not None
+    moved = HALF * (m * k + k * n + m * n)
+    return moved / gpu.bandwidth * 1e6, 2 * m * n * k / gpu.peaks["fp16"] * 1e6
+
+
+def matmul_ridges(root: Path) -> str:
+    """Where bytes and flops of a product of halves take equally long, from datasheets."""
+    rows = []
+    for gpu in map(pretend, known()):
+        if gpu.bandwidth is None or "fp16" not in gpu.peaks:
+            continue
+        ridge = gpu.peaks["fp16"] / gpu.bandwidth
+        cells = [gpu.name, f"{gpu.peaks['fp16'] / 1e12:,.0f}", f"{gpu.bandwidth / 1e12:.2f}"]
+        rows.append([*cells, f"{ridge:.0f}", *(_rows_at(ridge, *nk) for nk in LAYERS.values())])
+    heads = ("GPU", "halves, TFLOP/s", "TB/s", "ridge, flops per byte")
+    return _table([*heads, *(f"rows of {name}" for name in LAYERS)], rows)
+
+
+def _rows_at(ridge: float, n: int, k: int) -> str:
+    """The rows at which a layer reaches the ridge: those of `_intensity` that equal it."""
+    left = n * k - ridge * (n + k)
+    return f"{ridge * n * k / left:,.0f}" if left > 0 else NO_NUMBER
+
+
+def matmul_intensity(root: Path) -> str:
+    """Both floors of a layer, by rows, from the H200's datasheet."""
+    gpu, rows = pretend("h200"), []
+    for name, (n, k) in LAYERS.items():
+        for m in SOME_ROWS:
+            floors = _floors(gpu, m, n, k)
+            bound = "bytes" if floors[0] > floors[1] else "flops"
+            cells = (f"{m:,}", f"{_intensity(m, n, k):,.1f}", *map(micros, floors), bound)
+            rows.append((f"{name}, {n:,} x {k:,}", *cells))
+    heads = ("layer", "rows", "flops per byte", "bytes, µs", "flops, µs", "bound by")
+    return f"{_table(heads, rows)}\n\nHalves on {gpu.name}, by its datasheet: floors, not times."
+
+
+def _tuned(root: Path) -> tuned_file.Table | None:
+    """What `tune` measured of matmul on an H200. A file that is there must be whole."""
+    path = root / TUNED
+    if not path.exists():
+        return None
+    device = tuned_file.Device.of(pretend("h200"))
+    return tuned_file.read(path.read_text(encoding="utf-8"), device).get("matmul")
+
+
+def _quickest(bucket: tuned_file.Bucket) -> dict[str, float]:
+    """Microseconds of each route, by its quickest launch, in the order of ROUTES."""
+    found: dict[str, float] = {}
+    for choice, timed in bucket.times.items():
+        found[choice.backend] = min(timed.us, found.get(choice.backend, timed.us))
+    return {route: found[route] for route in ROUTES if route in found}
+
+
+def _sizes(bucket: tuned_file.Bucket) -> tuple[int, int, int]:
+    """(m, n, k), by its dims: coordinates are rounded."""
+    found = re.match(r"(\d+)x(\d+),n=(\d+)", bucket.dims)
+    assert found, bucket.dims
+    m, k, n = map(int, found.groups())
+    return m, n, k
+
+
+def _tuned_words(table: tuned_file.Table) -> str:
+    versions = (f"{name} {table.versions[name]}" for name in ("torch", "triton"))
+    return f"{', '.join((table.device, *versions))}; table `tuned/{TUNED.name}`."
+
+
+def matmul_routes(root: Path) -> str:
+    """Who serves each bucket of the tuned grid, and cuBLAS's time over that of our best kernel."""
+    table = _tuned(root)
+    if table is None:
+        return NOT_MEASURED
+    lines: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+    taken, ratios = Counter[str](), {False: list[float](), True: list[float]()}
+    for bucket in table.buckets:
+        us, (m, n, k) = _quickest(bucket), _sizes(bucket)
+        ours = [time for route, time in us.items() if route != "torch"]
+        if bucket.choice is None or "torch" not in us or not ours:
+            continue
+        ratio = us["torch"] / min(ours)
+        taken[bucket.choice.backend] += 1
+        ratios[m > FEW].append(ratio)
+        line = f"{n:,} x {k:,}", "columns" if bucket.kind.endswith("T") else "rows"
+        lines[line][m] = f"{ROUTES[bucket.choice.backend]} {ratio:.2f}"
+    if not lines:
+        return NOT_MEASURED
+    sizes = sorted({m for cells in lines.values() for m in cells})
+    rows = [(*line, *(at.get(m, NO_NUMBER) for m in sizes)) for line, at in lines.items()]
+    heads = ("b", "lies by", *(count(m, "row") for m in sizes))
+    won = ", ".join(f"{name} {taken[route]}" for route, name in ROUTES.items())
+    words = [f"Of {taken.total()} products each route serves: {won}."]
+    for many, some in ratios.items():
+        where = f"Above {FEW} rows" if many else f"Up to {FEW} rows"
+        if some:
+            span = f"{min(some):.2f} to {max(some):.2f}"
+            words.append(f"{where}: {span}, geometric mean {geometric_mean(some):.2f}.")
+    return f"{_table(heads, rows)}\n\n{' '.join(words)}\n\n{_tuned_words(table)}"
+
+
+def matmul_curves(root: Path) -> str:
+    """The picture of docs/tradeoffs.md, with what it says in words."""
+    drawn = _drawn_routes(root)
+    links = [f"![{_alt(svg)}]({PICTURES.name}/{name})" for name, svg in drawn.items()]
+    return "\n\n".join(links) or NOT_MEASURED
+
+
+class Point(NamedTuple):
+    """A layer at some rows: who serves it, and the time of each route."""
+
+    taken: str
+    us: Mapping[str, float]
+
+
+Curve = Mapping[int, Point]  # by rows
+
+
+def _curves(table: tuned_file.Table) -> dict[str, Curve]:
+    """By layer; b by columns, as a linear layer has it."""
+    names = {sizes: name for name, sizes in LAYERS.items()}
+    found: dict[str, dict[int, Point]] = {}
+    for bucket in sorted(table.buckets, key=_sizes):
+        m, n, k = _sizes(bucket)
+        name = names.get((n, k))
+        if name and bucket.kind == "half T" and bucket.choice:
+            point = Point(bucket.choice.backend, _quickest(bucket))
+            found.setdefault(name, {})[m] = point
+    return {name: found[name] for name in LAYERS if name in found}
+
+
+def _drawn_routes(root: Path) -> dict[str, str]:
+    """File name -> SVG: time over rows, a line for each route."""
+    from tilewright.bench.svg import svg
+
+    table = _tuned(root)
+    curves = _curves(table) if table else {}
+    if table is None or not curves:
+        return {}
+    picture = _route_picture(table.device.removeprefix("NVIDIA "), curves)
+    return {f"{picture.name}.svg": svg(picture, f"tw-{picture.name}", standalone=True)}
+
+
+def _route_picture(gpu: str, curves: Mapping[str, Curve]) -> Picture:
+    from tilewright.bench import canvas
+
+    title = f"matmul on {gpu}, bfloat16: time by rows of a, a line for each route"
+    with canvas.style():
+        figure = canvas.figure(title, 4.4)
+        grid = figure.subplots(2, len(curves), squeeze=False, sharex=True, height_ratios=[1.7, 1])
+        for (name, curve), times, ratios in zip(curves.items(), grid[0], grid[1], strict=True):
+            times.set_title(name)
+            _draw_routes(times, ratios, curve, LAYERS[name])
+        grid[0][0].set_ylabel("µs")
+        grid[1][0].set_ylabel("µs / quickest")
+        there = {
+            route for curve in curves.values() for point in curve.values() for route in point.us
+        }
+        entries = [(ROUTES[route], _look(route)) for route in ROUTES if route in there]
+        canvas.legend(figure, [*entries, canvas.roof_entry("floor by the datasheet")])
+    digest = hashlib.sha256(json.dumps(curves).encode()).hexdigest()
+    return canvas.Picture("routes", title, _route_words(curves), digest, figure)
+
+
+def _draw_routes(times: Axes, ratios: Axes, curve: Curve, layer: tuple[int, int]) -> None:
+    """Times above; below how many times as long as the quickest each takes, up to twice."""
+    from tilewright.bench import canvas
+
+    gpu, sizes = pretend("h200"), list(curve)
+    floors = [max(_floors(gpu, m, *layer)) for m in sizes]
+    times.plot(sizes, floors, color=canvas.light("ink"), ls=canvas.DASHED, lw=1)
+    for route in reversed(ROUTES):  # ours on top
+        mine = {m: point.us[route] for m, point in curve.items() if route in point.us}
+        times.plot(list(mine), list(mine.values()), **_look(route))
+        slower = [us / min(curve[m].us.values()) for m, us in mine.items()]
+        ratios.plot(list(mine), slower, **_look(route))
+    everything = (us for point in curve.values() for us in point.us.values())
+    canvas.log_axis(times, [*floors, *everything], "y")
+    ratios.set_xscale("log", base=2)
+    ratios.set_xticks(sizes[::3], [f"{m:,}" for m in sizes[::3]])
+    ratios.set_xticks([], minor=True)
+    ratios.set(xlabel="rows", ylim=(0.95, 2.0))
+
+
+def _look(route: str) -> dict[str, Any]:
+    from tilewright.bench import canvas
+
+    contender = ("vendor", False) if route == "torch" else (route, True)
+    look = {**canvas.entry(contender)[1], "markersize": 3.5, "linewidth": 1.2}
+    return {**look, "color": canvas.light("cute")} if route == "skinny" else look
+
+
+def _route_words(curves: Mapping[str, Curve]) -> str:
+    """Who serves a layer, from how many rows on."""
+    words = []
+    for name, curve in curves.items():
+        runs: list[str] = []
+        before = ""
+        for m, point in curve.items():
+            if point.taken != before:
+                runs.append(f"{ROUTES[point.taken]} from {m:,}")
+            before = point.taken
+        words.append(f"{name} is served, by rows of a, by {', '.join(runs)}.")
+    return " ".join(words)
+
+
 def compat(root: Path) -> str:
     """The names of other systems, from the docstring of compat.py."""
     lines = (aliases.__doc__ or "").splitlines()
@@ -451,7 +683,8 @@ def performance(found: Record) -> str:
 
 def pictures(root: Path) -> str:
     """The README's pictures of results/h200/bench-model.jsonl, with what they say in words."""
-    shown = [f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})" for name, svg in _drawn(root).items()]
+    drawn = _drawn_bench(root)
+    shown = [f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})" for name, svg in drawn.items()]
     return "\n\n".join(shown) or NOT_MEASURED
 
 
@@ -497,6 +730,7 @@ MEASURED = (
     *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
     *("bench-forward-attention", "bench-sweep-attention"),
     *("bench-sparse-forward-attention", "bench-sparse-attention"),
+    *(f"bench-{suite}-matmul" for suite in ("model", "prefill", "decode", "sweep")),
 )
 
 
@@ -531,6 +765,8 @@ def _shape(dims: Mapping[str, Any]) -> str:
         word for name, word in (("erf", "erf"), ("from_bshd", "transposed")) if dims.get(name)
     ]
     words += _of_attention(dims) if "causal" in dims else []
+    if "n" in dims and len(dims["shape"]) == 2:
+        return _of_matmul(dims)
     return ", ".join([" x ".join(map(str, dims["shape"])), *words])
 
 
@@ -545,6 +781,14 @@ def _of_attention(dims: Mapping[str, Any]) -> Iterator[str]:
         yield f"window {window[0]} + {window[1]}"
     if softcap := dims.get("softcap"):
         yield f"softcap {softcap:g}"
+
+
+def _of_matmul(dims: Mapping[str, Any]) -> str:
+    """m x n x k, and how both operands lie: N by rows, T by columns."""
+    m, k = dims["shape"]
+    lie = "".join("T" if dims.get(name) == "column" else "N" for name in ("a", "b"))
+    tf32 = ", tf32" if dims.get("precision") == "tf32" else ""
+    return f"{m} x {dims['n']} x {k}, {lie}{tf32}"
 
 
 def _layout(dims: Mapping[str, Any]) -> str:
@@ -648,6 +892,10 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "attention-hopper": _of_bench("bench-forward-attention", attention_hopper),
     "flash-attention-steps": flash_attention_steps,
     "compat": compat,
+    "matmul-ridges": matmul_ridges,
+    "matmul-intensity": matmul_intensity,
+    "matmul-curves": matmul_curves,
+    "matmul-routes": matmul_routes,
     **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
 }
 DOCUMENTS = (
@@ -656,6 +904,7 @@ DOCUMENTS = (
     "docs/profiling.md",
     "docs/attention.md",
     "docs/flash_attention.md",
+    "docs/tradeoffs.md",
     *(f"src/tilewright/ops/{name}/notes.md" for name in OP_FOLDERS),
 )
 PICTURES = Path("docs", "pictures")
@@ -686,6 +935,11 @@ def stale_pictures(root: Path) -> list[str]:
 
 
 def _drawn(root: Path) -> dict[str, str]:
+    """Every picture of the documents by its file name."""
+    return {**_drawn_bench(root), **_drawn_routes(root)}
+
+
+def _drawn_bench(root: Path) -> dict[str, str]:
     from tilewright.bench.report import readme_pictures
 
     found = _bench(root, "bench-model")

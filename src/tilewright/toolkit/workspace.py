@@ -31,7 +31,7 @@ def per_stream(sums: int, flags: int, device: torch.device) -> Callable[[], Room
     if memory.guards or device.type != "cuda" or _current_stream is None:
         return partial(_new, sums, flags, device)
     index = torch.cuda.current_device()
-    if index not in _spare:
+    if index not in _spare and not _is_capturing():  # else they were cleared in that graph alone
         _spare[index] = _cleared(SPARE, device)
 
     def room() -> Room:
@@ -49,8 +49,8 @@ def per_stream(sums: int, flags: int, device: torch.device) -> Callable[[], Room
 
 
 def _captured(sums: int, flags: int, device: torch.device, index: int) -> Room:
-    spare = _spare[index]
-    if len(spare) < flags:
+    spare = _spare.get(index)
+    if spare is None or len(spare) < flags:
         return _new(sums, flags, device)
     _spare[index] = spare[-(-flags // 4) * 4 :]  # 16 bytes, as kernels want them
     return _sums(sums, device), spare[:flags]

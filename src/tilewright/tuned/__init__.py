@@ -22,6 +22,7 @@ from tilewright.spec import Choice
 from tilewright.tuned import file
 from tilewright.tuned.file import Bucket, Device, Table, Unusable
 
+STAY = 0.05  # an incumbent stays unless it is beaten by more: two runs differ more than two rounds
 VARIABLE = "TILEWRIGHT_TUNED"  # a folder of tables that stand before those of the package
 
 _forced: ContextVar[Choice | None] = ContextVar("tilewright_choice", default=None)
@@ -73,18 +74,21 @@ def decide(
     }
     if not us:
         return None
-    chosen = first(us, found.noise, bucket.choice)
+    is_there = tuple(place[1]) == bucket.coordinates  # the file's own word
+    chosen = first(us, found.noise, bucket.choice, STAY if is_there else found.noise)
     others = sorted((pair for pair in us.items() if pair[0] != chosen), key=lambda pair: pair[1])
     return Decision(chosen, us[chosen], bucket, tuple(others), found.device)
 
 
-def first(us: Mapping[Choice, float], noise: float, incumbent: Choice | None = None) -> Choice:
-    """The first of those that are as quick as the quickest, within the noise; the incumbent, if it
-    is one of them."""
-    limit = min(us.values()) * (1 + noise)
-    if incumbent is not None and us.get(incumbent, limit + 1) <= limit:
+def first(
+    us: Mapping[Choice, float], noise: float, incumbent: Choice | None = None, stay: float = STAY
+) -> Choice:
+    """The first of those that are as quick as the quickest, within the noise; or the incumbent, if
+    it is not far behind."""
+    best = min(us.values())
+    if incumbent is not None and incumbent in us and us[incumbent] <= best * (1 + stay):
         return incumbent
-    return next(choice for choice, time in us.items() if time <= limit)
+    return next(choice for choice, time in us.items() if time <= best * (1 + noise))
 
 
 def table(gpu: Gpu, op: str) -> Table | None:

@@ -26,7 +26,7 @@ from tilewright.tuned.file import Bucket, Timed
 from tilewright.tuning import judge
 from tilewright.tuning.plan import Job
 
-NOISE = 0.02  # times closer than this are equal: the first in order wins, the stored number stays
+NOISE = 0.02  # times of one run that are closer than this are equal: the first in order wins
 REPLAYS = 12  # of a graph of calls
 SETS = (8, 64)  # of tensors that a graph walks over, at least and at most
 ROUNDS = (8, 40)  # of large calls, one by one
@@ -229,7 +229,7 @@ def _memory(t: torch.Tensor) -> torch.Tensor:
 def _settled(us: float, choice: Choice, before: Bucket | None) -> float:
     """The stored number if the new one is no other: a table changes where times did."""
     stored = before.times.get(choice) if before else None
-    if stored is not None and abs(us / stored.us - 1) <= NOISE:
+    if stored is not None and abs(us / stored.us - 1) <= tuned.STAY:
         return stored.us
     return _short(us)
 

@@ -312,12 +312,21 @@ def _gather(parts, tile, where, sums_ptr, how, WHICH: gl.constexpr):
     return parts
 
 
+@gluon.constexpr_function
+def under_way(j):
+    """Stores that may still read shared memory when part j of a tile is put there, in place j % 2.
+
+    The first part may have the place of the last one of the tile before. Those are long gone.
+    """
+    return 0 if j == 0 else 1
+
+
 @gluon.jit
 def _store(parts, matrix, row, column, c_desc, rings, how, WHICH: gl.constexpr):
-    """By TMA, which stops at the matrix's edges. Two parts of a consumer may be on their way."""
+    """By TMA, which stops at the matrix's edges."""
     for j in gl.static_range((how.COLUMNS + how.REST) // how.PART):
         place = rings.c.index(WHICH * 2 + j % 2)
-        tma_store_wait(1)
+        tma_store_wait(under_way(j))
         place.reshape([how.SHARE, how.PART]).store(parts[j].to(place.dtype))
         fence_async_shared()
         tma_store(c_desc, [matrix, row + WHICH * how.SHARE, column + j * how.PART], place)

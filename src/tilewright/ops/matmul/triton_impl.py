@@ -44,7 +44,7 @@ class Launch:
 
 # By what multiplies, the largest first; the last is for few rows. Compiled for, not tuned.
 HALVES = (
-    Launch(128, 256, 64, 8, 3),
+    Launch(128, 256, 64, 8, 3, group=16),
     Launch(128, 128, 64, 8, 4),
     Launch(64, 64, 64, 4, 4),
     Launch(16, 128, 64, 4, 4),
