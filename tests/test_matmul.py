@@ -410,7 +410,7 @@ def test_cost_and_cases() -> None:
 
 @pytest.mark.parametrize("parts", range(1, 9))
 def test_no_part_of_a_tile_is_put_where_another_is_still_read(parts: int) -> None:
-    """What `hopper_kernels._store` does: part j goes to place j % 2, and TMA reads it from there."""
+    """As `hopper_kernels._store` does it: part j goes to place j % 2, and TMA reads it there."""
     from tilewright.ops.matmul.hopper_kernels import under_way
 
     stores: list[int] = []  # places of those that may still be read, the oldest first
