@@ -68,7 +68,10 @@ MAY_IMPORT: dict[str, list[str]] = {
     "ops.*.*_kernels": ["toolkit", "toolkit.*", "{here}.*_math"],
     # how an op's kernels would be launched, and which of its backends a call takes
     "ops.*.launches": ["gpu", "toolkit", "toolkit.*"],
-    "ops.*.routes": ["gpu", "spec", "tuned", "dispatch", "toolkit", "toolkit.*", "{here}.launches"],
+    "ops.*.routes": [
+        *("gpu", "spec", "multiplying", "tuned", "dispatch", "toolkit", "toolkit.*"),
+        "{here}.launches",
+    ],
     "ops.*.*_impl": [
         *("gpu", "fp8", "multiplying", "tuned", "toolkit", "toolkit.*"),
         *("{here}.*_kernels", "{here}.*_math", "{here}.launches", "{here}.routes"),

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,9 @@ from tilewright.explain import explain_call
 from tilewright.ops.matmul import gluon_impl, hopper_kernels, launches, op, routes, skinny_impl
 from tilewright.ops.matmul.launches import Tiles
 from tilewright.spec import Args, Choice
-from tilewright.toolkit import memory, recording, workspace
+from tilewright.toolkit import matmul_call, memory, recording, workspace
 from tilewright.toolkit.launch import programs
-from tilewright.toolkit.matmul_call import Product, see
+from tilewright.toolkit.matmul_call import Product, flat, see
 from tilewright.tuned import file
 from tilewright.tuned.file import Bucket, Device, Timed
 
@@ -877,3 +878,65 @@ else:
 
 def test_rows_around_the_tiles() -> None:
     interpret(ROWS)
+
+
+# --- what only some calls have -------------------------------------------------------------------
+
+
+def test_other_kinds_of_calls_are_in_no_table() -> None:
+    """A stack of matrices reads more than its rows tell, and a block or a wider result is another
+    kernel: where nothing was measured, nothing is predicted."""
+    plain = routes.place(*call(64, 4096, 4096))
+    assert explain_call(op.OP, call(64, 4096, 4096), gpu=H200).predicted_us is not None
+    for how in ({"count": 64}, {"block": (64, 64, 64)}, {"out_dtype": SINGLE}):
+        args = call(64, 4096, 4096, **how)
+        assert routes.place(*args)[0] != plain[0]
+        assert explain_call(op.OP, args, gpu=H200).predicted_us is None
+    shared = torch.empty(3, 8, 64, device="meta").mT, torch.empty(8, 16, device="meta")
+    assert "stack" not in routes.place(*shared, None, "ieee", None, False)[0]  # one b for all
+
+
+@pytest.mark.parametrize("sizes", [(1, 2**31, 8), (8, 8, 2**31), (2**31, 8, 8)])
+def test_sizes_that_32_bits_do_not_number(sizes: tuple[int, int, int]) -> None:
+    args = call(*sizes, dtype=HALF)
+    for backend in ("gluon", "skinny", "triton"):
+        with pytest.raises(UnsupportedError, match="32 bits"):
+            dispatch.choose(op.OP, args, backend=backend, gpu=H200)
+    assert dispatch.choose(op.OP, args, gpu=H200).backend.name == "torch"
+
+
+def test_choosing_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks of three levels are copied when they are multiplied, not to learn their sizes."""
+    a, b = torch.empty(2, 1, 3, 8, 16), torch.empty(2, 1, 16, 8)
+    asked = []
+    monkeypatch.setattr(matmul_call, "flat", lambda *x: asked.append(x) or flat(*x))
+    assert matmul_call.seen(a, b).count == 12
+    assert [x.is_meta for x in asked[0]] == [True, True]
+
+
+@pytest.mark.parametrize(("theirs", "serves"), [(9.0, "torch"), (11.0, "gluon")])
+def test_a_backward_goes_by_the_table_too(
+    monkeypatch: pytest.MonkeyPatch, theirs: float, serves: str
+) -> None:
+    def told(gpu: Any, args: Args) -> Any:
+        return SimpleNamespace(best={"gluon": (None, 10.0), "torch": (None, theirs)})
+
+    monkeypatch.setattr(routes, "decision", told)
+    backward, args = op.OP.in_phase(call(256, 512, 1024), "backward")
+    choice = dispatch.choose(backward, args, gpu=H200)
+    assert choice.backend.name == serves
+    if serves == "torch":
+        assert "18.0 us, not 20.0" in dict(choice.refused)["gluon"]
+
+
+def test_small_tf32_products_are_cublas() -> None:
+    for size, serves in ((1024, "torch"), (4096, "gluon")):
+        args = call(size, size, size, dtype=SINGLE, precision="tf32")
+        assert dispatch.choose(op.OP, args, gpu=H200).backend.name == serves
+
+
+def test_what_lives_on_is_made_in_another_thread(stream: Stream) -> None:
+    """torch.compile may send this thread's allocations to the pool of a graph."""
+    makers = []
+    workspace._apart(lambda: makers.append(get_ident()))
+    assert makers != [get_ident()]

@@ -344,7 +344,7 @@ def bucket(shape: tuple[int, ...], us: Mapping[Choice, float], winner: Choice) -
     kind, at = place(*[torch.empty(shape, device="meta")] * 2)
     args = [torch.empty(shape, device="meta")] * 2
     times = {c: Timed(t, expected(H200, c, *args)) for c, t in us.items()}
-    return Bucket("x".join(map(str, shape)), "float32", kind, at, winner, times)
+    return Bucket("x".join(map(str, shape)), "float32", kind, file.rounded(at), winner, times)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *buckets: Bucket) -> None:
@@ -385,8 +385,10 @@ def test_one_that_the_bucket_did_not_admit_is_no_candidate(monkeypatch: pytest.M
 
 
 def test_at_its_bucket_a_call_takes_the_winner_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, bucket((8, 8), {WIDE: 1.01, NARROW: 1.0}, NARROW))
-    assert decided(8, 8).choice == NARROW  # an incumbent, though wide comes first
+    """An incumbent, though another was a little quicker. log2 of 3584 is rounded in the file."""
+    installed(monkeypatch, bucket((8, 3584), {WIDE: 1.0, NARROW: 1.03}, NARROW))
+    assert decided(8, 3584).choice == NARROW
+    assert decided(8, 3600).choice == WIDE
 
 
 def test_an_untuned_gpu_has_no_table() -> None:

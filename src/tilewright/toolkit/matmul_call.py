@@ -107,6 +107,16 @@ def flat(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(x.expand(*batch, *x.shape[-2:]).reshape(count, *x.shape[-2:]) for x in (a, b))  # type: ignore[return-value]
 
 
+def seen(a: torch.Tensor, b: torch.Tensor) -> Product:
+    """The product as it is, or as it will be of `flat` operands; nothing is copied to learn it."""
+    found = see(a, b)
+    if found is None:
+        a, b = (torch.empty_strided(x.shape, x.stride(), device="meta") for x in (a, b))
+        found = see(*flat(a, b))
+    assert found is not None
+    return found
+
+
 def _matrix_of(x: torch.Tensor) -> Operand:
     return _matrix(x.shape[-2], x.shape[-1], x.stride(-2), x.stride(-1))
 
@@ -136,6 +146,17 @@ def _merged(
                 continue
         levels.append((size, tuple(steps)))
     return levels
+
+
+LONGEST = 2**31 - 2**16  # sizes and tiles are numbered in 32 bits
+
+
+def too_long(product: Product) -> str | None:
+    """Why no kernel numbers its rows, columns and tiles."""
+    if max(product.m, product.n, product.k) > LONGEST:
+        sizes = f"{product.m}, {product.n} and {product.k}"
+        return f"sizes are {sizes}; its kernels number them in 32 bits"
+    return None
 
 
 def vector(element_size: int, aligned: bool, *steps: int) -> int:

@@ -74,7 +74,7 @@ def decide(
     }
     if not us:
         return None
-    is_there = tuple(place[1]) == bucket.coordinates  # the file's own word
+    is_there = file.rounded(place[1]) == bucket.coordinates  # the file's own word
     chosen = first(us, found.noise, bucket.choice, STAY if is_there else found.noise)
     others = sorted((pair for pair in us.items() if pair[0] != chosen), key=lambda pair: pair[1])
     return Decision(chosen, us[chosen], bucket, tuple(others), found.device)

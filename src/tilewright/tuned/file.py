@@ -49,6 +49,11 @@ class Timed(NamedTuple):
     expected: float  # by the op's model
 
 
+def rounded(coordinates: Sequence[float]) -> tuple[float, ...]:
+    """As the file has them."""
+    return tuple(float(f"{x:.6g}") for x in coordinates)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """One call of the grid: what was measured there, and who won."""

@@ -14,6 +14,7 @@ from tilewright.explain import expected
 from tilewright.gpu import Gpu
 from tilewright.ops import registry
 from tilewright.spec import Args, Case, Choice, Op, Tuning
+from tilewright.tuned import file
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Job:
 
     def place(self, args: Args) -> tuple[str, tuple[float, ...]]:
         kind, coordinates = dispatch.load(self.tuning.place)(*args)
-        return kind, tuple(float(f"{x:.6g}") for x in coordinates)
+        return kind, file.rounded(coordinates)
 
 
 def plan(ops: Sequence[str], dtypes: Sequence[str] = (), case: str = "") -> list[Job]:

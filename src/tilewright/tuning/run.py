@@ -28,6 +28,7 @@ from tilewright.tuned.file import Bucket, Device, Table
 from tilewright.tuning.measure import NOISE, Tools, measure
 from tilewright.tuning.plan import Job, grid
 
+MEASURED = ("_impl", "_kernels", "_math", "launches")  # files of an op's folder
 Tables = Mapping[str, Table]
 Key = tuple[str, tuple[float, ...]]  # of a bucket
 
@@ -141,11 +142,11 @@ def versions() -> dict[str, str]:
 
 
 def source_of(op: Op) -> str:
-    """A digest of the files of an op's folder: which kernels were measured."""
+    """A digest of an op's kernels and how they are launched: what was measured."""
     assert op.tuning is not None
     here = Path(inspect.getfile(dispatch.load(op.tuning.choices))).parent
     digest = hashlib.sha256()
     for path in sorted(here.iterdir()):
-        if path.suffix in (".py", ".cu"):
+        if path.suffix == ".cu" or path.stem.endswith(MEASURED):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -19,7 +19,7 @@ from tilewright.ops.matmul.hopper_kernels import _matmul_on_hopper
 from tilewright.ops.matmul.launches import ROWS, WORKERS, Tiles
 from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import Described, bind
-from tilewright.toolkit.matmul_call import Operand, Product, gradients, see
+from tilewright.toolkit.matmul_call import Operand, Product, gradients, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
 
 SHARE = ROWS // WORKERS
@@ -40,6 +40,9 @@ def refuses(
         return "its stack of matrices has more than one level"
     if product.is_empty or not product.k:
         return "there is nothing to multiply"
+    reason = too_long(product)
+    if reason is not None:
+        return reason
     if a.dtype == torch.float32:
         if precision != "tf32":
             return "precision is 'ieee', and tensor cores multiply float32 as tf32"
@@ -57,9 +60,11 @@ def refuses(
 def _unreadable(name: str, tensor: torch.Tensor, operand: Operand) -> str | None:
     if not (operand.by_rows or operand.by_columns):
         return f"{name} has neither rows nor columns whose elements lie side by side"
+    if not operand.pitch:
+        return f"{name} is expanded along a dim: TMA cannot read it so"
     steps = (operand.pitch, operand.inner_stride)
     whole = all(step * tensor.element_size() % VECTOR_BYTES == 0 for step in steps)
-    if not whole or not operand.pitch or tensor.data_ptr() % VECTOR_BYTES:
+    if not whole or tensor.data_ptr() % VECTOR_BYTES:
         return f"{name} has rows that do not start at a multiple of 16 bytes, as TMA wants it"
     return None
 

@@ -44,9 +44,9 @@ def matmul(
     autocast operands are cast to its dtype, as torch casts them.
 
     block=(rows, columns, depth), powers of two, are the tiles of the portable Triton kernel, which
-    then serves the call. deterministic=True never leaves a call on a GPU to cuBLAS unless it is
-    asked for; None: as torch.are_deterministic_algorithms_enabled() says. Every bit of a kernel of
-    ours repeats, whatever it is.
+    then serves the call wherever it runs: on a GPU, and in Triton's interpreter. deterministic=True
+    leaves no call on a GPU to cuBLAS that a kernel of ours takes, unless it is asked for; None: as
+    torch.are_deterministic_algorithms_enabled() says. Every bit of a kernel of ours repeats.
 
     >>> import torch, tilewright
     >>> a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])
@@ -254,18 +254,21 @@ def _projections(m: Model) -> dict[str, tuple[int, int]]:
 
 
 def _by_model() -> Iterator[Case]:
-    """x @ weight.T, as a linear layer multiplies."""
+    """x @ weight.T, as a linear layer multiplies; prefill also by weights that lie by rows."""
 
-    def case(m: Model, which: str, tokens: int, group: str, name: str) -> Case:
+    def case(m: Model, which: str, tokens: int, group: str, name: str, b: str = "column") -> Case:
         n, k = _projections(m)[which]
-        return Case(name, {"shape": (tokens, k), "n": n, "b": "column"}, group)
+        return Case(name, {"shape": (tokens, k), "n": n, "b": b}, group)
 
     for which in _projections(LLAMA_3_8B):
         yield case(LLAMA_3_8B, which, 2048, "model", f"{LLAMA_3_8B.name} {which}")
     for group, counts in (("decode", (1, 16, 64)), ("prefill", (512, 2048, 8192))):
         for m, tokens in itertools.product((LLAMA_3_8B, LLAMA_3_70B, QWEN_2_5_7B), counts):
             for which in _projections(m):
-                yield case(m, which, tokens, group, f"{m.name} {which}, {tokens} tokens")
+                name = f"{m.name} {which}, {tokens} tokens"
+                yield case(m, which, tokens, group, name)
+                if group == "prefill":
+                    yield case(m, which, tokens, group, f"{name}, NN", "row")
 
 
 def _sweep() -> Iterator[Case]:

@@ -14,20 +14,16 @@ import torch
 
 from tilewright import dispatch, tuned
 from tilewright.gpu import Gpu
+from tilewright.multiplying import factors_of_da, factors_of_db
 from tilewright.ops.matmul import launches
 from tilewright.ops.matmul.launches import HALVES
-from tilewright.spec import Args, Choice
-from tilewright.toolkit.matmul_call import Product, flat, see
+from tilewright.spec import Args, Choice, on_meta
+from tilewright.toolkit.matmul_call import seen
 
 NAME = "matmul"
 HERE = "tilewright.ops.matmul"
 MEASURED = 90  # the SM whose GPUs the rules without a table are for
-
-
-def product_of(a: torch.Tensor, b: torch.Tensor) -> Product:
-    found = see(a, b) or see(*flat(a, b))
-    assert found is not None
-    return found
+MUCH = 2**33  # products of a tf32 call: 2048 x 2048 x 2048 was the smallest that was measured
 
 
 def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
@@ -47,7 +43,7 @@ def _serves(backend: str, gpu: Gpu, args: Args) -> bool:
 
 def expected(gpu: Gpu, choice: Choice, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> float:
     """Microseconds, by the model."""
-    product = product_of(a, b)
+    product = seen(a, b)
     if choice.backend == "gluon":
         tiles = launches.hopper_tiles(product, a.dtype, gpu, *choice.launch)
         return launches.hopper_us(product, tiles, a.dtype, gpu)
@@ -57,15 +53,20 @@ def expected(gpu: Gpu, choice: Choice, a: torch.Tensor, b: torch.Tensor, *rest: 
 
 
 def place(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: Any, precision: str, *rest: Any
+    a: torch.Tensor, b: torch.Tensor, out_dtype: Any, precision: str, block: Any, *rest: Any
 ) -> tuple[str, tuple[float, ...]]:
-    """The kind of a call, and log2 of its sizes. Halves are alike, and so are their layouts but for
-    that of b; a stack of products is taken for more rows."""
-    product = product_of(a, b)
-    kind = "half" if a.dtype in HALVES else precision
-    layout = "T" if product.b.by_columns else "N"
+    """The kind of a call, and log2 of its sizes. Halves are alike, and so are the layouts of a; a
+    stack over one b is taken for more rows."""
+    product = seen(a, b)
+    words = ["half" if a.dtype in HALVES else precision, "T" if product.b.by_columns else "N"]
+    if product.b.inner_stride or product.b.outer_stride:
+        words.append("stack")
+    if out_dtype not in (None, a.dtype):
+        words.append("wide")
+    if block is not None:
+        words.append("block")
     sizes = product.m * product.count, product.n, product.k
-    return f"{kind} {layout}", tuple(math.log2(max(size, 1)) for size in sizes)
+    return " ".join(words), tuple(math.log2(max(size, 1)) for size in sizes)
 
 
 def part(rng: torch.Generator, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Any:
@@ -97,15 +98,19 @@ def launch(backend: str, gpu: Gpu, *args: Any) -> tuple[int, ...]:
 
 
 def _rule(backend: str, gpu: Gpu, args: Args) -> str | None:
-    """Without a table: why not this backend."""
+    """Without a table that knows such a call: why not this backend."""
     a, b, *_, deterministic = args
-    rows = product_of(a, b).m
-    if backend == "gluon" and rows <= launches.MOST_ROWS:
-        return f"a has {rows} rows, of the {launches.ROWS} of a tile"
-    if gpu.sm != MEASURED and not deterministic:
-        return f"cuBLAS is taken where no table says better (it was measured on SM {MEASURED})"
-    if backend == "triton" and not deterministic:
-        return "cuBLAS is quicker than it where it was measured"
+    product = seen(a, b)
+    if backend == "gluon" and product.m <= launches.MOST_ROWS:
+        return f"a has {product.m} rows, of the {launches.ROWS} of a tile"
+    if deterministic:
+        return None
+    if gpu.sm != MEASURED:
+        return f"cuBLAS is taken where no table says better; ours were measured on SM {MEASURED}"
+    if backend == "triton":
+        return "cuBLAS is quicker than the portable kernel where both were measured"
+    if a.dtype == torch.float32 and product.m * product.n * product.k < MUCH:
+        return "cuBLAS is taken for tf32 products smaller than those that were measured"
     return None
 
 
@@ -130,13 +135,27 @@ def yields_triton(gpu: Gpu, *args: Any) -> str | None:
     return _yields("triton", gpu, args)
 
 
-def yields_gluon_backward(gpu: Gpu, grad: torch.Tensor, a: torch.Tensor, *rest: Any) -> str | None:
-    rows = math.prod(a.shape[:-1])
-    if rows <= launches.MOST_ROWS:
-        return f"a has {rows} rows, of the {launches.ROWS} of a tile"
+def yields_gluon_backward(
+    gpu: Gpu, grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: Any, precision: str,
+    deterministic: bool, need_a: bool, need_b: bool,
+) -> str | None:  # fmt: skip
+    """Both of its products by the table, or by the rows of a."""
+    grad, a, b = on_meta((grad.to("meta", a.dtype), a, b))
+    wanted = ((factors_of_da, need_a), (factors_of_db, need_b))
+    calls = [factors(grad, a, b)[:2] for factors, is_wanted in wanted if is_wanted]
+    found = [decision(gpu, (*call, None, precision, None, deterministic)) for call in calls]
+    if deterministic or None in found:
+        rows = seen(a, b).m
+        few = f"a has {rows} rows, of the {launches.ROWS} of a tile"
+        return few if rows <= launches.MOST_ROWS else None
+    times = [{name: us for name, (_, us) in one.best.items()} for one in found if one]
+    ours, theirs = (sum(time.get(name, math.inf) for time in times) for name in ("gluon", "torch"))
+    if theirs < ours:
+        return f"cuBLAS is quicker by the table of {gpu.name}: {theirs:.1f} us, not {ours:.1f}"
     return None
 
 
 def yields_triton_backward(gpu: Gpu, *args: Any) -> str | None:
     deterministic = args[5]
-    return None if deterministic else "cuBLAS is quicker than it where it was measured"
+    told = "cuBLAS is quicker than the portable kernel where both were measured"
+    return None if deterministic else told

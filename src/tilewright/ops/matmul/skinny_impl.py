@@ -21,7 +21,7 @@ from tilewright.gpu import Gpu
 from tilewright.ops.matmul.launches import MOST_ROWS, STRIP, STRIP_DEPTH, strips
 from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import bind, is_interpreted, programs
-from tilewright.toolkit.matmul_call import Product, see
+from tilewright.toolkit.matmul_call import Product, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
 
 SIZES = [
@@ -119,6 +119,9 @@ def refuses(
         return "it multiplies one matrix by one matrix"
     if product.is_empty or not product.k:
         return "there is nothing to multiply"
+    reason = too_long(product)
+    if reason is not None:
+        return reason
     if product.m > MOST_ROWS:
         return f"a has {product.m} rows; it is for up to {MOST_ROWS}"
     vec = _vector(a)

@@ -24,7 +24,16 @@ from tilewright.gpu import Gpu
 from tilewright.multiplying import block_bytes
 from tilewright.toolkit import memory
 from tilewright.toolkit.launch import MAX_GRID, bind, is_interpreted, programs
-from tilewright.toolkit.matmul_call import Product, flat, gradients, result_shape, see, vector
+from tilewright.toolkit.matmul_call import (
+    Product,
+    flat,
+    gradients,
+    result_shape,
+    see,
+    seen,
+    too_long,
+    vector,
+)
 
 
 @dataclass(frozen=True)
@@ -288,10 +297,10 @@ def refuses(
                 f"block is {tuple(block)}, whose tiles take {needs} bytes of shared memory; "
                 f"a block of {gpu.name} has {gpu.shared_per_block}"
             )
-    p = see(a, b) or see(*flat(a, b))
-    assert p is not None
-    if max(p.m, p.n, p.k) > MAX_GRID[0] - 2**16:
-        return f"sizes are {p.m}, {p.n} and {p.k}; its kernels number them in 32 bits"
+    p = seen(a, b)
+    reason = too_long(p)
+    if reason is not None:
+        return reason
     choice = HALVES[-1] if block is None else _given(block, a.dtype, True, gpu)  # the smallest
     if _tiles(choice, p.m, p.n) * p.count > MAX_GRID[0]:
         return f"{p.count} products of {p.m} by {p.n} may have more tiles than a grid"

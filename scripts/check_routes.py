@@ -1,0 +1,103 @@
+"""Hold matmul's routes against measurement, at shapes that are in no table.
+
+    python scripts/check_routes.py --record results/h200/routes-matmul.jsonl
+
+For 40 numbers of rows, log-uniform in 1 ... 8192, and 10 layers of models that `tilewright tune`
+does not measure, all choices are checked and timed as `tune` does it. A line of the record has the
+times of all, what the table decides for the call, and what part of the quickest one's speed that
+reaches. On an H200 this takes some three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright import doctor, gpu, tuned
+from tilewright.ops import registry
+from tilewright.ops.matmul.op import GRID_LAYERS
+from tilewright.shapes import GEMMA_2_9B, LLAMA_3_70B, QWEN_2_5_7B
+from tilewright.spec import Case
+from tilewright.tuning.measure import measure
+from tilewright.tuning.plan import Job
+from tilewright.tuning.run import instruments
+
+ROWS, MOST_ROWS = 40, 8192
+LOW = 0.93  # parts of the best below it are counted
+LAYERS = (  # (columns, depth)
+    (GEMMA_2_9B.qkv_size, GEMMA_2_9B.hidden),
+    (GEMMA_2_9B.hidden, GEMMA_2_9B.q_size),
+    (GEMMA_2_9B.gate_up_size, GEMMA_2_9B.hidden),
+    (GEMMA_2_9B.hidden, GEMMA_2_9B.intermediate),
+    (LLAMA_3_70B.qkv_size, LLAMA_3_70B.hidden),
+    (QWEN_2_5_7B.hidden, QWEN_2_5_7B.q_size),
+    (QWEN_2_5_7B.gate_up_size, QWEN_2_5_7B.hidden),
+    *((7168, 5120), (5120, 5120), (27_648, 5120)),  # of Qwen2.5-14B: qkv, o, gate and up
+)
+
+
+def cells(seed: int) -> Iterator[tuple[int, int, int]]:
+    """(rows, columns, depth)."""
+    rng = random.Random(seed)
+    rows = sorted(round(MOST_ROWS ** rng.random()) for _ in range(ROWS))
+    for columns, depth in LAYERS:
+        assert (columns, depth) not in GRID_LAYERS
+        yield from ((m, columns, depth) for m in rows)
+
+
+def held(job: Job, on: gpu.Gpu, tools: Any) -> dict[str, Any]:
+    """One cell: everybody's time, and the table's decision among them."""
+    meta = job.meta()
+    decision = tuned.decide(on, job.op.name, job.place(meta), job.expected(on, meta))
+    assert decision is not None, "there is no table of this GPU"
+    found = measure(job, tools)
+    times = {str(choice): timed.us for choice, timed in found.bucket.times.items()}
+    chosen, best = str(decision.choice), min(times, key=lambda name: times[name])
+    return {
+        "dims": job.dims,
+        "chosen": chosen,
+        "predicted_us": round(decision.us, 2),
+        "best": best,
+        "part_of_best": round(times[best] / times[chosen], 4) if chosen in times else 0.0,
+        "times": times,
+        "wrong": [str(choice) for choice in found.wrong],
+    }
+
+
+def mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    on = gpu.detect()
+    assert on is not None, "this needs a GPU"
+    op, tools = registry()["matmul"], instruments(on, given.seed)
+    rows = []
+    with given.record.open("w", encoding="utf-8") as record:
+        record.write(json.dumps({"environment": doctor.environment()}) + "\n")
+        for m, n, k in cells(given.seed):
+            case = Case("", {"shape": (m, k), "n": n, "b": "column"}, "tune")
+            rows.append(held(Job(op, case, torch.bfloat16), on, tools))
+            record.write(json.dumps(rows[-1]) + "\n")
+    parts = [row["part_of_best"] for row in rows]
+    worst = sorted(rows, key=lambda row: row["part_of_best"])[:12]
+    for row in worst:
+        print(row["part_of_best"], row["dims"], row["chosen"], row["times"])
+    low, wrong = sum(part < LOW for part in parts), sum(len(row["wrong"]) for row in rows)
+    print(f"{len(parts)} cells, {wrong} choices wrong")
+    print(f"geometric mean {mean(parts):.4f}, least {min(parts)}, {low} below {LOW}")
+
+
+if __name__ == "__main__":
+    main()
