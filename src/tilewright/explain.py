@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilewright import dispatch, functional, library, tuned
+from tilewright import dispatch, functional, library
 from tilewright import gpu as gpus
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
@@ -187,6 +187,8 @@ def _predicted(op: Op, args: Args, choice: dispatch.Choice) -> dict[str, Any]:
     """What the table of this GPU says of the chosen backend, beside the others."""
     if op.tuning is None or choice.gpu is None:
         return {}
+    from tilewright import tuned  # tables are nothing that an import should wait for
+
     place = dispatch.load(op.tuning.place)(*args)
     found = tuned.decide(choice.gpu, op.name, place, expected(op, choice.gpu, args))
     if found is None or choice.backend.name not in found.best:
