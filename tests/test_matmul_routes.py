@@ -940,3 +940,5 @@ def test_what_lives_on_is_made_in_another_thread(stream: Stream) -> None:
     makers = []
     workspace._apart(lambda: makers.append(get_ident()))
     assert makers != [get_ident()]
+    with pytest.raises(ZeroDivisionError):  # such as memory that is not there
+        workspace._apart(lambda: 1 // 0)

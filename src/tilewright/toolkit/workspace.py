@@ -10,9 +10,10 @@ the program: at most some tens of MB for each stream that multiplies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -65,19 +66,17 @@ def _captured(sums: int, flags: int, device: torch.device, index: int) -> Room:
 def _apart(make: Callable[[], Made]) -> Made:
     """What lives on is made in a thread of its own: torch may be sending this one's allocations to
     the pool of a graph. It is there, and cleared, when this returns, for streams of any kind."""
-    made: list[Made] = []
     stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
-    def run() -> None:
+    def run() -> Made:
         with torch.cuda.stream(stream) if stream else nullcontext():
-            made.append(make())
+            return make()
 
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(run).result()
     if stream is not None:
         stream.synchronize()
-    return made[0]
+    return made
 
 
 def _new(sums: int, flags: int, device: torch.device) -> Room:

@@ -39,6 +39,7 @@ from tilewright.toolkit.gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from tilewright.toolkit.gluon_lib import _barriers
 from tilewright.toolkit.triton_attention import _in_slot, keys_seen, sequence
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -551,14 +552,6 @@ def _consume(WHICH: gl.constexpr, results, sinks_ptr, scale, bend, where, rings,
 
 
 # --- the block -----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(place), count=ARRIVALS)
-    return barriers
 
 
 SIZES = ["rounds", "blocks", "heads", "lines", "together", "sequences", "group", "rows", "keys"]

@@ -30,6 +30,7 @@ from tilewright.toolkit.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewright.toolkit.gluon_lib import _barriers
 
 Known = gl.tensor | gl.constexpr  # when a kernel runs, or already when it is compiled
 
@@ -354,14 +355,6 @@ def _consume(WHICH: gl.constexpr, c_desc, sums_ptr, flags_ptr, where, rings, how
 
 
 # --- the block -----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(place), count=ARRIVALS)
-    return barriers
 
 
 SIZES = [
