@@ -14,6 +14,9 @@ EXTRA ?=
 # One binary of every kernel for the oldest SM, the one we run on and the newest.
 MATRIX := --arch 75 --arch 90 --arch 120 --ledger results/compile --sample 0.02
 
+# Hundreds of short processes import the package: without bytecode each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bench test setup lint types tests examples matrix verify oldest clean
 .DEFAULT_GOAL := bench
 

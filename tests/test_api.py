@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ FACES = {"scaled_dot_product_attention": tilewright.attention}
 
 def python(code: str, **env: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(SRC), **env}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -370,10 +372,10 @@ print("fine")
 
 
 def test_import_is_cheap_and_brings_no_compiler() -> None:
-    outputs = [python(TIMED).splitlines() for _ in range(5)]
-    assert [lines[1:] for lines in outputs] == [[""]] * 5, "modules that an import must not bring"
-    # the least: what else runs on the machine meanwhile is not the import's
-    assert min(float(lines[0]) for lines in outputs) <= 0.3
+    python("import tilewright")  # writes what bytecode is not there yet
+    outputs = [python(TIMED).splitlines() for _ in range(3)]
+    assert [lines[1:] for lines in outputs] == [[""]] * 3, "modules that an import must not bring"
+    assert statistics.median(float(lines[0]) for lines in outputs) <= 0.3
 
 
 def test_everything_works_on_a_cpu_without_triton_and_cuda() -> None:
