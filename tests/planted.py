@@ -803,7 +803,7 @@ PLANTED = (
     ),
     Planted(
         "rows and columns of tiles are swapped in a group", edge("matmul", "groups"), MATMUL,
-        "first + inside % size, inside // size", "first + inside // size, inside % size",
+        "first + of_group % size, of_group // size", "first + of_group // size, of_group % size",
     ),
     Planted(
         "the last group of tiles is not cut short", edge("matmul", "groups"), MATMUL,
@@ -837,11 +837,11 @@ PLANTED = (
     ),
     Planted(
         "the depth of few rows is not masked", edge("matmul", "few-rows-deep-nt"), MATMUL_SKINNY,
-        "mask=(line < lines) & (along < length)", "mask=line < lines",
+        "k_inside = k < k_size", "k_inside = k >= 0",
     ),
     Planted(
         "one of few rows too many is stored", edge("matmul", "few-rows-deep"), MATMUL_SKINNY,
-        "inside = (row < m)", "inside = (row <= m)",
+        "is_inside = (row < m)", "is_inside = (row <= m)",
     ),
     Planted(
         "the last split is not added", edge("matmul", "few-rows-deep"), MATMUL_SKINNY,

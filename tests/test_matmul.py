@@ -406,17 +406,3 @@ def test_cost_and_cases() -> None:
         if case.group not in ("edge", "plan"):
             assert a.stride(-1) == 1
             assert (b.stride(-2) == 1) == (case.dims["b"] == "column")
-
-
-@pytest.mark.parametrize("parts", range(1, 9))
-def test_no_part_of_a_tile_is_put_where_another_is_still_read(parts: int) -> None:
-    """As `hopper_kernels._store` does it: part j goes to place j % 2, and TMA reads it there."""
-    from tilewright.ops.matmul.hopper_kernels import under_way
-
-    stores: list[int] = []  # places of those that may still be read, the oldest first
-    for _ in range(3):  # tiles
-        for j in range(parts):
-            left = under_way(j)
-            stores = stores[len(stores) - left :] if left else []
-            assert j % 2 not in stores
-            stores.append(j % 2)

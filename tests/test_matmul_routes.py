@@ -1,361 +1,38 @@
-"""Who multiplies, and how the work is cut: routes, launch choices, and memory that calls share.
+"""Who multiplies: routes by rules and by a table, and the kernel for few rows.
 
-Nothing here needs a GPU. What blocks of the Hopper kernel do is its own text, run as plain Python
-with a stand-in for Gluon; the kernel for few rows runs in Triton's interpreter.
+Nothing here needs a GPU: the kernel runs in Triton's interpreter, and tables are made up.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from products import call, product
 from test_matmul import interpret
 from tilewright import dispatch, explain, gpu, tuned
 from tilewright.errors import UnsupportedError
 from tilewright.explain import explain_call
-from tilewright.ops.matmul import gluon_impl, hopper_kernels, launches, op, routes, skinny_impl
-from tilewright.ops.matmul.launches import Tiles
+from tilewright.ops.matmul import gluon_impl, launches, op, routes, skinny_impl
 from tilewright.spec import Args, Choice
-from tilewright.toolkit import matmul_call, memory, recording, workspace
+from tilewright.toolkit import matmul_call, recording, workspace
 from tilewright.toolkit.launch import programs
-from tilewright.toolkit.matmul_call import Product, flat, see
+from tilewright.toolkit.matmul_call import flat
 from tilewright.tuned import file
 from tilewright.tuned.file import Bucket, Device, Timed
 
 H200, T4, L40 = gpu.pretend("h200"), gpu.pretend("t4"), gpu.pretend("sm_89")
 EVERY_GPU = [gpu.pretend(f"sm_{sm}") for sm in gpu.ARCHS]
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
-WIDTHS = (256, 192, 128, 64)
 
 
-def call(m: int, n: int, k: int, **how: Any) -> Args:
-    """A call's arguments, on meta tensors. b lies by columns, as a linear layer's weight."""
-    dtype, count = how.get("dtype", BFLOAT), how.get("count", 1)
-    lead = (count,) if count > 1 else ()
-
-    def laid(rows: int, columns: int, by: str) -> torch.Tensor:
-        sizes = (rows, columns) if by == "rows" else (columns, rows)
-        x = torch.empty(*lead, *sizes, dtype=dtype, device="meta")
-        return x if by == "rows" else x.mT
-
-    a, b = laid(m, k, how.get("a", "rows")), laid(k, n, how.get("b", "columns"))
-    precision, deterministic = how.get("precision", "ieee"), how.get("deterministic", False)
-    return a, b, how.get("out_dtype"), precision, how.get("block"), deterministic
-
-
-def product(m: int, n: int, k: int, **how: Any) -> Product:
-    found = see(*call(m, n, k, **how)[:2])
-    assert found is not None
-    return found
-
-
-# --- what blocks of the Hopper kernel do ---------------------------------------------------------
-
-
-class Sums:
-    """A tensor of sums: the steps along K that were added, in that order."""
-
-    type = SimpleNamespace(layout=None)
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(*self.steps, *other.steps)
-
-
-class Machine:
-    """A stand-in for Gluon, and the memory that the kernel works in."""
-
-    def __init__(self) -> None:
-        self.block = self.blocks = 0
-        self.sums: dict[int, Sums] = {}
-        self.flags: dict[int, int] = {}
-
-    def gl(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            program_id=lambda axis: self.block,
-            num_programs=lambda axis: self.blocks,
-            where=lambda condition, x, y: x if condition else y,
-            minimum=min,
-            static_range=range,
-            arange=lambda first, last, layout: 0,
-            zeros_like=lambda like: Sums(),
-            store=self.sums.__setitem__,
-            load=lambda at, cache_modifier: self.sums[at],
-            atomic_add=self.add,
-            atomic_xchg=lambda at, value, sem: self.flags.__setitem__(at, value),
-            constexpr=None,
-        )
-
-    def add(self, at: int, value: int, sem: str) -> int:
-        assert sem == "acq_rel"  # whoever comes last sees what the others stored
-        self.flags[at] = self.flags.get(at, 0) + value
-        return self.flags[at] - value
-
-
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The kernel's functions as plain Python; multiplying and TMA say what they were asked for."""
-    machine = Machine()
-    for name, value in list(vars(hopper_kernels).items()):
-        if name.startswith("_") and hasattr(value, "fn"):
-            monkeypatch.setattr(hopper_kernels, name, value.fn)
-    monkeypatch.setattr(hopper_kernels, "gl", machine.gl())
-    for name in ("barrier", "tma_store_wait"):
-        monkeypatch.setattr(hopper_kernels, name, lambda *_: None)
-    monkeypatch.setattr(hopper_kernels, "_flat", lambda x: x)
-    monkeypatch.setattr(hopper_kernels, "_unflat", lambda x, how: x)
-    ignored = SimpleNamespace(wait=lambda *_: None, expect=lambda *_: None)
-    monkeypatch.setattr(hopper_kernels, "mbarrier", ignored)
-    return machine
-
-
-def requested(args: Args, on: gpu.Gpu, tiles: Tiles | None = None) -> tuple[Any, Any, Any, Any]:
-    """(Where, How, blocks, (sums, flags)) that `prepare` binds for a call."""
-    asked: list[tuple[int, int]] = [(0, 0)]
-    grids: list[tuple[int, ...]] = []
-
-    def room(sums: int, flags: int, device: torch.device) -> Callable[[], Any]:
-        asked.append((sums, flags))
-        return lambda: (None, None)
-
-    def bound(kernel: Any, grid: tuple[int, ...], *rest: Any, **options: Any) -> Any:
-        grids.append(grid)
-        return real(kernel, grid, *rest, **options)
-
-    real = gluon_impl.bind
-    with pytest.MonkeyPatch.context() as patch, recording.recording() as requests:
-        patch.setattr(workspace, "per_stream", room)
-        patch.setattr(gluon_impl, "bind", bound)
-        if tiles is not None:
-            patch.setattr(launches, "hopper_tiles", lambda *_: tiles)
-        gluon_impl.prepare(on, *args)
-    (request,) = requests
-    sizes = dict(zip(hopper_kernels.SIZES, request.arguments[6:16], strict=True))
-    where, how = SimpleNamespace(**sizes), SimpleNamespace(**dict(request.constants))
-    return where, how, grids[0][0], asked[-1]
-
-
-def consumed(machine: Machine, order: list[int], where: Any, how: Any) -> dict[Any, Any]:
-    """What all blocks store, by (matrix, row, column), when they run in this order."""
-    stored: dict[Any, Any] = {}
-    kernels: Any = hopper_kernels
-
-    def store(found: Any, matrix: int, row: int, column: int, *rest: Any) -> None:
-        *_, which = rest
-        key = matrix, row + which * how.SHARE, column
-        assert key not in stored, "a tile is stored twice"
-        stored[key] = [x.steps for x in found]
-
-    def multiply(first: int, last: int, slot: int, phase: int, *rest: Any) -> Any:
-        steps = range(first, last)
-        return ((how.COLUMNS, steps), (how.REST, steps)), slot, phase
-
-    def parts(acc: Any, PART: int) -> tuple[Sums, ...]:
-        columns, steps = acc
-        return (Sums(*steps),) * (columns // PART)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, stand_in in {"_multiply": multiply, "_parts": parts, "_store": store}.items():
-            patch.setattr(kernels, name, stand_in)
-        for machine.block in order:
-            for which in range(how.WORKERS):
-                kernels._consume(which, None, 0, 0, where, None, how)
-    return stored
-
-
-SPLIT_PLANS = [
-    ((512, 10240, 8192), Tiles(128, 2)),
-    ((300, 2568, 4104), Tiles(256, 5)),
-    ((300, 2568, 4104), Tiles(192, 3)),
-    ((130, 8200, 200), Tiles(64, 12)),  # fewer steps than parts
-    ((65, 136, 4096), Tiles(64, 8)),  # fewer rows than a tile has: its second consumer rests
-    ((2200, 2304, 2048), Tiles(192, 7)),
-]
-WHOLE_PLANS = [
-    ((1000, 1000, 1000), Tiles(128)),
-    ((4096, 4096, 128), Tiles(256)),
-    ((8200, 136, 328), Tiles(192)),
-    ((1, 8, 8), Tiles(64)),
-]
-
-
-def random_plans() -> list[tuple[tuple[int, int, int], Tiles]]:
-    rng = random.Random(0)
-    sizes = [8 * rng.randint(1, 500) for _ in range(80)]
-    found = []
-    for _ in range(40):
-        m, n, k = rng.randint(1, 4000), rng.choice(sizes), rng.choice(sizes)
-        found.append(((m, n, k), Tiles(rng.choice(WIDTHS), rng.randint(1, 12))))
-    return found
-
-
-@pytest.mark.parametrize(("sizes", "tiles"), [*SPLIT_PLANS, *WHOLE_PLANS, *random_plans()], ids=str)
-def test_every_step_of_every_tile_is_computed_once(
-    pretended: Machine, sizes: tuple[int, int, int], tiles: Tiles
-) -> None:
-    """In the order of K, whoever comes last; sums and flags stay in the room that was asked for."""
-    where, how, blocks, (sums, flags) = requested(call(*sizes), H200, tiles)
-    m, n, _ = sizes
-    order = list(range(blocks))
-    random.Random(0).shuffle(order)
-    pretended.blocks = blocks
-    stored = consumed(pretended, order, where, how)
-    columns = how.COLUMNS + how.REST
-    assert columns == tiles.columns
-    corners = itertools.product((0,), range(0, m, how.SHARE), range(0, n, columns))
-    assert set(stored) == set(corners)
-    every = tuple(range(where.steps))
-    assert where.steps * how.DEPTH >= sizes[2] > (where.steps - 1) * how.DEPTH
-    assert all(found == [every] * (columns // how.PART) for found in stored.values())
-    # the room: parts do not overlap, and flags are as they were
-    size = how.SHARE * how.PART
-    assert all(at % size == 0 and 0 <= at and at + size <= sums for at in pretended.sums)
-    assert all(0 <= at < flags for at in pretended.flags)
-    assert not any(pretended.flags.values())
-    assert bool(sums) == bool(flags) == bool(where.cut) == how.SPLIT
-
-
-def test_some_plans_cut_tiles_and_leave_sums() -> None:
-    cut = [requested(call(*sizes), H200, tiles)[0].cut for sizes, tiles in SPLIT_PLANS]
-    assert all(cut)
-    assert not any(requested(call(*s), H200, tiles)[0].cut for s, tiles in WHOLE_PLANS)
-
-
-def test_bits_do_not_depend_on_who_comes_first(pretended: Machine) -> None:
-    where, how, blocks, _ = requested(call(300, 2568, 4104), H200, Tiles(256, 5))
-    pretended.blocks = blocks
-    first = consumed(pretended, list(range(blocks)), where, how)
-    pretended.sums.clear()
-    assert consumed(pretended, list(range(blocks))[::-1], where, how) == first
-
-
-@pytest.mark.parametrize("sizes", [(300, 520, 264), (1100, 1000, 136)], ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_stack_is_dealt_out_matrix_by_matrix(
-    pretended: Machine, sizes: tuple[int, int, int], width: int
-) -> None:
-    where, how, blocks, _ = requested(call(*sizes, count=5), H200, Tiles(width, 3))
-    pretended.blocks = blocks
-    stored = consumed(pretended, list(range(blocks)), where, how)
-    m, n, _ = sizes
-    assert set(stored) == set(itertools.product(range(5), range(0, m, 64), range(0, n, width)))
-    assert (where.a_stacked, where.b_stacked) == (1, 1)
-
-
-@pytest.mark.parametrize("by", ["rows", "columns"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_producer_loads_what_consumers_multiply(
-    pretended: Machine, monkeypatch: pytest.MonkeyPatch, width: int, by: str
-) -> None:
-    columns = 1032
-    args = call(304, columns, 1104, a=by, b=by)
-    where, how, blocks, _ = requested(args, H200, Tiles(width, 3))
-    pretended.blocks = blocks
-    loads: list[tuple[str, list[int], Any]] = []
-    expected: list[int] = []
-
-    def load(desc: Any, at: list[int], full: Any, place: Any) -> None:
-        loads.append((desc.name, at, place))
-
-    monkeypatch.setattr(hopper_kernels, "tma_load", load)
-    barriers = SimpleNamespace(wait=lambda *_: None, expect=lambda full, n: expected.append(n))
-    monkeypatch.setattr(hopper_kernels, "mbarrier", barriers)
-    ring = lambda name: SimpleNamespace(index=lambda slot: (name, slot))  # noqa: E731
-    rings = SimpleNamespace(**{name: ring(name) for name in ("a", "b", "rest", "full", "empty")})
-    dtype = SimpleNamespace(primitive_bitwidth=16)
-    descs = [SimpleNamespace(name=name, dtype=dtype) for name in ("a", "b", "rest")]
-    produce: Any = hopper_kernels._produce
-    for pretended.block in range(blocks):
-        produce(*descs, where, rings, how)
-    found = {name: [at for desc, at, _ in loads if desc == name] for name in ("a", "b", "rest")}
-    steps = len(expected)
-    tiles = where.whole + where.cut
-    assert steps == tiles * where.steps
-    assert set(expected) == {2 * how.DEPTH * (how.WORKERS * how.SHARE + width)}
-    assert [len(found[name]) for name in ("a", "b", "rest")] == [
-        how.WORKERS * steps, steps, steps if how.REST else 0
-    ]  # fmt: skip
-    k_of_a, k_of_b = (2, 1) if by == "rows" else (1, 2)
-    depths = {step * how.DEPTH for step in range(where.steps)}
-    assert {at[k_of_a] for at in found["a"]} == {at[k_of_b] for at in found["b"]} == depths
-    assert {at[3 - k_of_a] for at in found["a"]} == set(range(0, 3 * 128, how.SHARE))
-    starts = {at[3 - k_of_b] for at in found["b"]}
-    assert starts == set(range(0, columns, width))
-    assert {at[3 - k_of_b] for at in found["rest"]} == (
-        {start + how.COLUMNS for start in starts} if how.REST else set()
-    )
-    # a stage of shared memory for each of them
-    slots = {place[1] for desc, _, place in loads if desc == "b"}
-    assert slots == set(range(how.STAGES))
-
-
-# --- launch choices ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT, SINGLE], ids=str)
-@pytest.mark.parametrize("on", ["h100", "h200"])
-def test_work_is_what_the_model_counts(on: str, dtype: torch.dtype) -> None:
-    target = gpu.pretend(on)
-    for (m, n, k), tiles in (*SPLIT_PLANS, *WHOLE_PLANS, *random_plans()):
-        plan = launches.work(product(m, n, k), tiles, dtype, target)
-        assert plan.whole + plan.cut == plan.m_tiles * plan.n_tiles
-        assert plan.whole % target.sm_count == 0 or not plan.cut
-        assert 1 <= plan.splits <= max(plan.steps, 1)
-        assert (plan.splits > 1) == (plan.cut > 0)
-        assert 1 <= plan.blocks <= min(target.sm_count, plan.whole + plan.parts)
-        pieces = [*[plan.steps] * plan.whole]
-        for part in range(plan.splits if plan.cut else 0):
-            ends = [i * plan.steps // plan.splits for i in (part, part + 1)]
-            pieces += [ends[1] - ends[0]] * plan.cut
-        assert all(pieces)
-        assert sum(pieces) == plan.steps * (plan.whole + plan.cut)
-        busiest = max(sum(pieces[b :: plan.blocks]) for b in range(plan.blocks))
-        assert busiest <= plan.longest <= busiest + programs(plan.parts, plan.blocks)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "columns", "is_cut"),
-    [
-        ((512, 6144, 4096), 192, False),  # one wave, where 256 columns leave SMs without work
-        ((4096, 4096, 4096), 256, False),
-        ((1024, 1024, 1024), 64, False),  # few tiles: narrow ones, for more SMs
-        ((512, 10240, 8192), None, True),  # a few tiles more than whole waves
-    ],
-)
-def test_tiles_of_an_h200(sizes: tuple[int, int, int], columns: int | None, is_cut: bool) -> None:
-    found = launches.hopper_tiles(product(*sizes), BFLOAT, H200)
-    assert columns in (None, found.columns)
-    assert (launches.work(product(*sizes), found, BFLOAT, H200).cut > 0) == is_cut
-
-
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_a_width_that_is_given_is_kept(columns: int) -> None:
-    for sizes in ((512, 6144, 4096), (4096, 4096, 4096), (1, 8, 8), (300, 2568, 4104)):
-        for dtype in (BFLOAT, SINGLE):
-            assert launches.hopper_tiles(product(*sizes), dtype, H200, columns).columns == columns
-
-
-def test_the_model_grows_with_the_work() -> None:
-    def us(m: int, n: int, k: int) -> float:
-        return launches.hopper_us(product(m, n, k), Tiles(256), BFLOAT, H200)
-
-    assert us(4096, 4096, 4096) < us(4096, 4096, 8192) < us(8192, 4096, 8192)
-    wave = 256 * H200.sm_count // 4  # columns that have a tile of 512 rows on every SM
-    assert us(512, wave, 4096) < us(512, wave + 256, 4096)  # a wave more
-    assert us(512, wave + 256, 4096) == us(512, 2 * wave, 4096)  # as many
-    for few in (1, 64):
-        skinny = launches.skinny_us(product(few, 4096, 4096), BFLOAT)
-        assert skinny <= us(few, 4096, 4096)
+# --- launch choices of few rows ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on", EVERY_GPU, ids=lambda g: g.name)
@@ -420,17 +97,20 @@ def able(on: gpu.Gpu, *sizes: int, **how: Any) -> list[str]:
     return [str(choice) for choice in routes.choices(on, *call(*sizes, **how))]
 
 
-GLUON = [f"gluon:{columns}" for columns in WIDTHS]
+GLUON = [f"gluon:128x{columns}" for columns in (256, 192, 160, 128, 64)]
+SKINNY = ["skinny:6", "skinny:4", "skinny:3"]
 
 
 def test_who_can_serve_a_call() -> None:
-    assert able(H200, 64, 4096, 4096) == ["skinny", *GLUON, "triton", "torch"]
     assert able(H200, 65, 4096, 4096) == [*GLUON, "triton", "torch"]
-    assert able(H200, 64, 4096, 4096, count=2) == [*GLUON, "triton", "torch"]
+    for rows, tile in ((64, 64), (33, 64), (32, 32), (17, 32), (16, 16), (1, 16)):
+        gluon = [f"gluon:{tile}x128", *GLUON]
+        assert able(H200, rows, 4096, 4096) == [*SKINNY, *gluon, "triton", "torch"]
+        assert able(H200, rows, 4096, 4096, count=2) == [*gluon, "triton", "torch"]
     for on in EVERY_GPU:
         found = able(on, 16, 4096, 4096)
         assert found[-2:] == ["triton", "torch"]
-        assert ("skinny" in found) == (on.sm >= 80)
+        assert (set(SKINNY) <= set(found)) == (on.sm >= 80)
         assert (set(GLUON) <= set(found)) == (on.sm == 90)
     assert able(H200, 64, 4096, 4096, dtype=torch.float64) == ["torch"]
 
@@ -470,7 +150,7 @@ def test_operands_that_begin_off_16_bytes() -> None:
         assert [c.backend for c in routes.choices(H200, left, right, *rest)] == ["triton", "torch"]
     wide = weights[:, 8:].mT
     found = [c.backend for c in routes.choices(H200, a, wide, *rest)]
-    assert found == ["skinny", *["gluon"] * 4, "triton", "torch"]
+    assert found == [*["skinny"] * 3, *["gluon"] * 6, "triton", "torch"]
 
 
 def test_the_kind_and_place_of_a_call() -> None:
@@ -595,17 +275,23 @@ def bucket(times: dict[str, float], winner: str, *sizes: int, **how: Any) -> Buc
     return Bucket(dims, "bfloat16", kind, coordinates, Choice.of(winner), timed)
 
 
-FEW = {"skinny": 20.0, "gluon:64": 24.0, "triton": 40.0, "torch": 30.0}
-MANY = {"gluon:256": 300.0, "gluon:192": 270.0, "gluon:64": 500.0, "triton": 600.0, "torch": 290.0}
-LARGE = {"gluon:256": 3000.0, "gluon:192": 3300.0, "triton": 6000.0, "torch": 2500.0}
+FEW = {
+    "skinny:6": 21.0, "skinny:4": 20.0, "gluon:16x128": 24.0, "gluon:128x64": 26.0, "triton": 40.0,
+    "torch": 30.0,
+}  # fmt: skip
+MANY = {
+    "gluon:128x256": 300.0, "gluon:128x192": 270.0, "gluon:128x64": 500.0, "triton": 600.0,
+    "torch": 290.0,
+}  # fmt: skip
+LARGE = {"gluon:128x256": 3000.0, "gluon:128x192": 3300.0, "triton": 6000.0, "torch": 2500.0}
 
 
 @pytest.fixture
 def tuned_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user's table: few rows are skinny's, some gluon's, many cuBLAS's."""
     buckets = (
-        bucket(FEW, "skinny", 16, 4096, 4096),
-        bucket(MANY, "gluon:192", 512, 4096, 4096),
+        bucket(FEW, "skinny:4", 16, 4096, 4096),
+        bucket(MANY, "gluon:128x192", 512, 4096, 4096),
         bucket(LARGE, "torch", 8192, 4096, 4096),
         bucket({"torch": 5.0, "triton": 4.0}, "triton", 128, 512, 512, b="rows"),
     )
@@ -638,19 +324,37 @@ def test_one_that_cannot_serve_is_passed_over_in_the_table() -> None:
 
 
 @pytest.mark.usefixtures("tuned_h200")
-def test_the_tile_of_a_table_is_launched() -> None:
-    args = call(512, 4096, 4096)
-    assert routes.launch("gluon", H200, *args) == (192,)
-    where, how, *_ = requested(args, H200)
-    assert how.COLUMNS + how.REST == 192
-    large = call(8192, 4096, 4096)
-    assert routes.launch("gluon", H200, *large) == (256,)  # its best, though torch is quicker
+def test_the_launch_of_a_table_is_taken() -> None:
+    few, args, large = (call(m, 4096, 4096) for m in (16, 512, 8192))
+    assert routes.launch("gluon", H200, *args) == (128, 192)
+    assert routes.launch("gluon", H200, *large) == (128, 256)  # its best, though torch is quicker
+    assert routes.launch("gluon", H200, *few) == (16, 128)
+    assert routes.launch("skinny", H200, *few) == (4,)
     assert routes.launch("skinny", H200, *large) == ()
-    with tuned.forcing(Choice("gluon", (64,))):
-        assert routes.launch("gluon", H200, *args) == (64,)
-        assert routes.launch("skinny", H200, *args) == ()
-        _, how, *_ = requested(args, H200)
-        assert how.COLUMNS + how.REST == 64
+    assert tile(args) == (128, 192)
+    assert tile(few) == (16, 128)
+    assert stages(few) == 4
+    with tuned.forcing(Choice("gluon", (128, 64))):
+        assert tile(args) == (128, 64)
+        assert stages(few) == 4
+    with tuned.forcing(Choice("skinny", (6,))):
+        assert stages(few) == 6
+        assert tile(few) == (16, 128)
+
+
+def tile(args: Args) -> tuple[int, int]:
+    """(rows, columns) of the tiles that the Hopper kernel is launched with."""
+    with recording.recording() as requests:
+        gluon_impl.prepare(H200, *args)
+    how = dict(requests[0].constants)
+    sides = how["WORKERS"] * how["SHARE"], how["COLUMNS"] + how["REST"]
+    return sides if how["C_BY_ROWS"] else sides[::-1]
+
+
+def stages(args: Args) -> int:
+    with recording.recording() as requests:
+        skinny_impl.prepare(H200, *args)
+    return dict(requests[0].options)["num_stages"]
 
 
 @pytest.mark.usefixtures("tuned_h200")
@@ -681,122 +385,6 @@ def test_explain_tells_what_the_table_predicts() -> None:
     deeper = explain("matmul", *call(512, 4096, 8192)[:2], gpu="h200")
     assert deeper.predicted_us is not None and found.predicted_us is not None
     assert found.predicted_us < deeper.predicted_us < 3 * found.predicted_us
-
-
-# --- memory that calls share ---------------------------------------------------------------------
-
-
-class Stream:
-    """The current one, and whether it captures."""
-
-    number = 1
-    captures = False
-
-
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """A pretended CUDA device, whose memory lies on the CPU."""
-    cpu, current = torch.device("cpu"), Stream()
-    cleared, sums = workspace._cleared, workspace._sums
-    monkeypatch.setattr(workspace, "_rooms", {})
-    monkeypatch.setattr(workspace, "_spare", {})
-    monkeypatch.setattr(workspace, "SPARE", 16)
-    monkeypatch.setattr(workspace, "_current_stream", lambda index: current.number)
-    monkeypatch.setattr(workspace, "_is_capturing", lambda: current.captures)
-    monkeypatch.setattr(workspace, "_cleared", lambda count, device: cleared(count, cpu))
-    monkeypatch.setattr(workspace, "_sums", lambda count, device: sums(count, cpu))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return current
-
-
-CUDA = torch.device("cuda", 0)
-
-
-def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    ends = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (x, y)]
-    return max(ends[0][0], ends[1][0]) < min(ends[0][1], ends[1][1])
-
-
-def apart_from(*rooms: workspace.Room) -> bool:
-    return not any(
-        overlap(x, y)
-        for one, other in itertools.combinations(rooms, 2)
-        for x, y in zip(one, other, strict=True)
-    )
-
-
-def is_room(room: workspace.Room, sums: int, flags: int) -> bool:
-    floats, ints = room
-    fits = len(floats) >= sums and len(ints) >= flags
-    return fits and (floats.dtype, ints.dtype) == (SINGLE, torch.int32) and not ints.any()
-
-
-def test_calls_of_one_stream_share_a_room_and_others_have_their_own(stream: Stream) -> None:
-    first, second = (workspace.per_stream(sums, 4, CUDA) for sums in (100, 50))
-    room = first()
-    assert is_room(room, 100, 4)
-    assert second() is room is first()
-    stream.number = 2
-    other = first()
-    assert is_room(other, 100, 4)
-    assert apart_from(room, other)
-    stream.number = 1
-    assert first() is room
-
-
-def test_a_room_grows_and_never_shrinks(stream: Stream) -> None:
-    wide, flagged, small = (
-        workspace.per_stream(*size, CUDA) for size in ((1000, 2), (10, 50), (10, 2))
-    )
-    assert is_room(small(), 10, 2)
-    assert is_room(wide(), 1000, 2)
-    assert is_room(flagged(), 1000, 50)  # as large as both want it
-    assert small() is wide() is flagged()
-
-
-def test_captured_calls_have_rooms_of_their_own(stream: Stream) -> None:
-    call_of = workspace.per_stream(100, 3, CUDA)
-    outside = call_of()
-    stream.captures = True
-    rooms = [call_of() for _ in range(4)]
-    assert all(is_room(room, 100, 3) for room in rooms)
-    assert apart_from(outside, *rooms)
-    assert all(room[1].data_ptr() % 16 == 0 for room in rooms)
-    spare = workspace._spare[0]
-    late = call_of()  # of 16 spare flags there is none left: the graph clears its own
-    assert len(spare) == 0
-    assert is_room(late, 100, 3)
-    assert apart_from(outside, late, *rooms)
-    stream.captures = False
-    assert call_of() is outside
-
-
-def test_flags_that_a_graph_clears_are_spared_for_no_other(stream: Stream) -> None:
-    """Of a first call inside a capture, clearing would be a node of that graph alone."""
-    stream.captures = True
-    inside = workspace.per_stream(100, 3, CUDA)
-    first, second = inside(), inside()
-    assert is_room(first, 100, 3) and is_room(second, 100, 3)
-    assert apart_from(first, second)
-    assert not workspace._spare
-    stream.captures = False
-    outside = workspace.per_stream(100, 3, CUDA)
-    stream.captures = True
-    assert len(workspace._spare[0]) == 16
-    assert apart_from(first, outside(), inside())
-    assert len(workspace._spare[0]) == 8
-
-
-def test_elsewhere_and_under_guard_every_call_has_a_new_room(stream: Stream) -> None:
-    on_cpu = workspace.per_stream(10, 2, torch.device("cpu"))
-    assert apart_from(on_cpu(), on_cpu())
-    assert is_room(on_cpu(), 10, 2)
-    with memory.guarded():
-        guarded = workspace.per_stream(10, 2, CUDA)
-        rooms = guarded(), guarded()
-    assert all(room[0].isnan().all() for room in rooms)  # sums that nobody wrote would show
-    assert apart_from(*rooms)
-    assert not workspace._rooms
 
 
 # --- few rows, in the interpreter ----------------------------------------------------------------
@@ -933,12 +521,3 @@ def test_small_tf32_products_are_cublas() -> None:
     for size, serves in ((1024, "torch"), (4096, "gluon")):
         args = call(size, size, size, dtype=SINGLE, precision="tf32")
         assert dispatch.choose(op.OP, args, gpu=H200).backend.name == serves
-
-
-def test_what_lives_on_is_made_in_another_thread(stream: Stream) -> None:
-    """torch.compile may send this thread's allocations to the pool of a graph."""
-    makers = []
-    workspace._apart(lambda: makers.append(get_ident()))
-    assert makers != [get_ident()]
-    with pytest.raises(ZeroDivisionError):  # such as memory that is not there
-        workspace._apart(lambda: 1 // 0)

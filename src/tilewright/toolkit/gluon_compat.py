@@ -56,7 +56,10 @@ def record(cls: type) -> Any:
 
 
 def descriptor(base: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """Of tiles that lie in shared memory as wgmma reads them: in 128 bytes, swizzled."""
-    bits = 8 * base.dtype.itemsize
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(block))
+    """Of tiles that lie in shared memory as wgmma reads them: 128 bytes of a row, swizzled, or all
+    of a shorter one."""
+    size = base.dtype.itemsize
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, block[-1] * size), element_bitwidth=8 * size, rank=len(block)
+    )
     return TensorDescriptor(base, shape, strides, block, layout)

@@ -82,3 +82,14 @@ def load_rows(x_ptr, row, column, row_count, n, inner, outer, step, VEC: tl.cons
     at = row_start(row, inner, outer, step, VEC)
     inside = (row < row_count)[:, None] & (column < n)
     return tl.load(x_ptr + at[:, None] + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def inside(first, size, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Indices of a tile, of which those beyond the end are 0: what they read is never stored.
+
+    Then no load along them has a mask. VEC: so many lie side by side, and none of them beyond.
+    """
+    index = first + tl.arange(0, BLOCK)
+    index = tl.where(index < size, index, 0)
+    return tl.max_contiguous(tl.multiple_of(index, VEC), VEC)

@@ -5,7 +5,8 @@ A block computes tiles of WORKERS * SHARE rows and COLUMNS + REST columns, one a
   consumers   four warps each, SHARE rows: products on the tensor cores, sums in registers
 Consumers wait for the producer and never for each other, so one stores its rows while the other
 multiplies: the tensor cores see no end of a tile. Results leave through shared memory by TMA, PART
-columns at a time.
+columns at a time. Any of the three matrices may lie by rows or by columns: a product of few rows is
+computed as C^T = B^T A^T, whose tiles have a side as narrow as these rows.
 
 Tiles that are left over when all blocks have had equally many would keep few blocks busy. They are
 cut along K into `splits` parts, the first parts of all such tiles before the second ones. Each part
@@ -48,6 +49,7 @@ class How:
     PART: gl.constexpr  # columns that are stored at a time
     A_BY_ROWS: gl.constexpr
     B_BY_ROWS: gl.constexpr
+    C_BY_ROWS: gl.constexpr
     SPLIT: gl.constexpr  # there are tiles that blocks share
 
 
@@ -74,7 +76,7 @@ class Rings:
     a: gl.shared_memory_descriptor  # [STAGES * WORKERS, 1, SHARE, DEPTH], or columns first
     b: gl.shared_memory_descriptor  # [STAGES, 1, DEPTH, COLUMNS], or columns first
     rest: gl.shared_memory_descriptor  # the same of REST columns
-    c: gl.shared_memory_descriptor  # [2 * WORKERS, 1, SHARE, PART]
+    c: gl.shared_memory_descriptor  # [2 * WORKERS, 1, SHARE, PART], or columns first
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -263,11 +265,12 @@ def _flat(x):
 
 
 @gluon.jit
-def _unflat(x, how):
-    """What `_flat` was made of."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.PART, 16])
-    x = x.reshape([how.SHARE // 16, how.PART // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
-    return gl.convert_layout(x.reshape([how.SHARE, how.PART]), LAYOUT)
+def _unflat(x, like):
+    """What `_flat` was made of, which looked `like` that."""
+    ROWS: gl.constexpr = like.shape[0]
+    COLUMNS: gl.constexpr = like.shape[1]
+    x = x.reshape([ROWS // 16, COLUMNS // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
+    return gl.convert_layout(x.reshape([ROWS, COLUMNS]), like.type.layout)
 
 
 @gluon.jit
@@ -307,10 +310,10 @@ def _gather(parts, tile, where, sums_ptr, how, WHICH: gl.constexpr):
             at = _sums_at(sums_ptr, tile, part, j, where, how, WHICH) + place
             added = added + (total[j] + gl.load(at, cache_modifier=".cg"),)  # noqa: RUF005
         total = added
-    parts = ()
+    gathered = ()
     for j in gl.static_range(PARTS):
-        parts = parts + (_unflat(total[j], how),)  # noqa: RUF005
-    return parts
+        gathered = gathered + (_unflat(total[j], parts[j]),)  # noqa: RUF005
+    return gathered
 
 
 @gluon.constexpr_function
@@ -327,10 +330,11 @@ def _store(parts, matrix, row, column, c_desc, rings, how, WHICH: gl.constexpr):
     """By TMA, which stops at the matrix's edges."""
     for j in gl.static_range((how.COLUMNS + how.REST) // how.PART):
         place = rings.c.index(WHICH * 2 + j % 2)
+        top, left = row + WHICH * how.SHARE, column + j * how.PART
         tma_store_wait(under_way(j))
-        place.reshape([how.SHARE, how.PART]).store(parts[j].to(place.dtype))
+        _matrix(place, how.SHARE, how.PART, how.C_BY_ROWS).store(parts[j].to(place.dtype))
         fence_async_shared()
-        tma_store(c_desc, [matrix, row + WHICH * how.SHARE, column + j * how.PART], place)
+        tma_store(c_desc, [matrix, top, left] if how.C_BY_ROWS else [matrix, left, top], place)
 
 
 @gluon.jit
@@ -357,6 +361,13 @@ def _consume(WHICH: gl.constexpr, c_desc, sums_ptr, flags_ptr, where, rings, how
 # --- the block -----------------------------------------------------------------------------------
 
 
+@gluon.jit
+def _ring(desc, COUNT: gl.constexpr):
+    """Shared memory for so many tiles of a matrix."""
+    TILE: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, TILE[1], TILE[2]], desc.layout)
+
+
 SIZES = [
     "rows", "m_tiles", "n_tiles", "whole", "cut", "splits", "steps", "group", "a_stacked",
     "b_stacked",
@@ -369,25 +380,15 @@ def _matmul_on_hopper(
     rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked,
     WORKERS: gl.constexpr, SHARE: gl.constexpr, COLUMNS: gl.constexpr, REST: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, A_BY_ROWS: gl.constexpr,
-    B_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr,
+    B_BY_ROWS: gl.constexpr, C_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr,
     REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    how = How(WORKERS, SHARE, COLUMNS, REST, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, SPLIT)
-    where = Where(rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked)
-    OF_A: gl.constexpr = a_desc.block_type.shape
-    OF_B: gl.constexpr = b_desc.block_type.shape
-    a = gl.allocate_shared_memory(
-        a_desc.dtype, [STAGES * WORKERS, 1, OF_A[1], OF_A[2]], a_desc.layout
+    how = How(
+        WORKERS, SHARE, COLUMNS, REST, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, C_BY_ROWS, SPLIT
     )
-    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, OF_B[1], OF_B[2]], b_desc.layout)
-    c = gl.allocate_shared_memory(c_desc.dtype, [2 * WORKERS, 1, SHARE, PART], c_desc.layout)
-    if REST > 0:
-        OF_REST: gl.constexpr = rest_desc.block_type.shape
-        rest = gl.allocate_shared_memory(
-            b_desc.dtype, [STAGES, 1, OF_REST[1], OF_REST[2]], b_desc.layout
-        )
-    else:
-        rest = b
+    where = Where(rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked)
+    a, b, c = _ring(a_desc, STAGES * WORKERS), _ring(b_desc, STAGES), _ring(c_desc, 2 * WORKERS)
+    rest = _ring(rest_desc, STAGES) if REST > 0 else b
     rings = Rings(a, b, rest, c, _barriers(STAGES, 1), _barriers(STAGES, WORKERS))
     # constants of the arguments stay constants only in a tuple that has no name
     gl.warp_specialize(

@@ -23,21 +23,41 @@ BYTES_PER_US = 3.9e6  # of weights that are read once
 # --- Hopper --------------------------------------------------------------------------------------
 
 WORKERS = 2  # consumers of a block
-ROWS = 128  # of a tile
-STEP_US = {256: 0.66, 192: 0.5, 128: 0.345, 64: 0.225}  # by columns of a tile: 128 bytes along K
-LEAVE_US = {256: 7.0, 192: 5.5, 128: 3.5, 64: 2.0}  # of a cut tile: its sums go to memory
-GATHER_US = {256: 1.2, 192: 0.9, 128: 0.6, 64: 0.3}  # for each part of it: its sums come back
+SIDE = 128  # of a tile, which its consumers share: rows, or columns where rows are few
+# Microseconds of a step, 128 bytes along K, by (rows, columns) of the tiles that there are; guesses
+# for those of 160 columns and of few rows, which were not measured yet.
+STEP_US = {
+    (16, 128): 0.27, (32, 128): 0.29, (64, 128): 0.32,
+    (128, 256): 0.66, (128, 192): 0.5, (128, 160): 0.42, (128, 128): 0.345, (128, 64): 0.225,
+}  # fmt: skip
+LEAVE_US = 0.028  # of a cut tile, by its other side: its sums go to memory
+GATHER_US = 0.0047  # for each part of it: its sums come back
 SUMS_PER_US = 3e6  # bytes, of all parts at a time
 MOST_SPLITS = 12
+MOST_ROUNDS = 2  # of parts
 FEWEST_STEPS = 4  # of a part
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of `hopper_kernels`: ROWS by so many columns, and parts along K of those left over."""
+    """Of `hopper_kernels`, and parts along K of those left over."""
 
+    rows: int
     columns: int
     splits: int = 1
+
+    @property
+    def is_turned(self) -> bool:
+        """Computed as C^T = B^T A^T: the columns are the side that consumers share."""
+        return self.rows < SIDE
+
+    @property
+    def other_side(self) -> int:
+        return self.rows if self.is_turned else self.columns
+
+    @property
+    def sums(self) -> int:
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,7 @@ def depth(dtype: torch.dtype) -> int:
 
 
 def work(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> Work:
-    m_tiles, n_tiles = programs(product.m, ROWS), programs(product.n, tiles.columns)
+    m_tiles, n_tiles = programs(product.m, tiles.rows), programs(product.n, tiles.columns)
     count, steps = m_tiles * n_tiles * product.count, programs(product.k, depth(dtype))
     splits = min(tiles.splits, steps)
     cut = count % gpu.sm_count if splits > 1 else 0
@@ -80,29 +100,35 @@ def work(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> Work:
 
 def hopper_us(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> float:
     plan = work(product, tiles, dtype, gpu)
-    computing = plan.longest * STEP_US[tiles.columns]
+    computing = plan.longest * STEP_US[tiles.rows, tiles.columns]
     if plan.cut:
-        computing += LEAVE_US[tiles.columns] + plan.splits * GATHER_US[tiles.columns]
-        computing += plan.parts * 4 * ROWS * tiles.columns / SUMS_PER_US
+        computing += (LEAVE_US + plan.splits * GATHER_US) * tiles.other_side
+        computing += plan.parts * 4 * tiles.sums / SUMS_PER_US
     return BASE_US + max(computing, _bytes(product, dtype) / BYTES_PER_US)
 
 
-def hopper_tiles(product: Product, dtype: torch.dtype, gpu: Gpu, columns: int = 0) -> Tiles:
-    """The quickest by the model: of all widths, or of the one given; fewer parts if in doubt."""
-    widths = (columns,) if columns else tuple(STEP_US)
-    found = [Tiles(width, splits) for width in widths for splits in _splits(product, width, gpu)]
+def hopper_tiles(
+    product: Product, dtype: torch.dtype, gpu: Gpu, rows: int = 0, columns: int = 0
+) -> Tiles:
+    """The quickest by the model: of all that suit, or of the one given; fewer parts if in doubt."""
+    shapes = [(rows, columns)] if rows else suitable(product)
+    found = [Tiles(*shape, splits) for shape in shapes for splits in _splits(product, shape, gpu)]
     return min(found, key=lambda tiles: hopper_us(product, tiles, dtype, gpu))
 
 
-def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
-    """Parts that leftover tiles may have, on which all SMs work for two rounds at most."""
-    left = programs(product.m, ROWS) * programs(product.n, columns) * product.count
+def suitable(product: Product) -> list[tuple[int, int]]:
+    """(rows, columns) of tiles: of few rows that shape which has just enough."""
+    few = min((rows for rows, _ in STEP_US if rows >= product.m), default=SIDE)
+    return [shape for shape in STEP_US if shape[0] in (SIDE, few)]
+
+
+def _splits(product: Product, shape: tuple[int, int], gpu: Gpu) -> list[int]:
+    """Parts that leftover tiles may have, on which all SMs work for a few rounds at most."""
+    left = programs(product.m, shape[0]) * programs(product.n, shape[1]) * product.count
     left %= gpu.sm_count
-    deepest = product.k // (FEWEST_STEPS * 64)
-    return [
-        1,
-        *(s for s in range(2, min(MOST_SPLITS, deepest) + 1) if left * s <= 2 * gpu.sm_count),
-    ]
+    rounds = MOST_ROUNDS if shape[0] == SIDE else 2 * MOST_ROUNDS  # narrow tiles have few sums
+    most = min(MOST_SPLITS, product.k // (FEWEST_STEPS * 64))
+    return [1, *(s for s in range(2, most + 1) if left * s <= rounds * gpu.sm_count)]
 
 
 # --- few rows ------------------------------------------------------------------------------------
@@ -110,6 +136,7 @@ def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
 MOST_ROWS = 64
 STRIP = 64  # columns of b that a program multiplies
 STRIP_DEPTH = 128
+STAGES = (6, 4, 3)  # the first for one program of an SM, the others for two or more
 
 
 @dataclass(frozen=True)
@@ -121,19 +148,19 @@ class Strips:
     stages: int
 
 
-def strips(product: Product, gpu: Gpu) -> Strips:
-    """One program for each SM, with much on its way, if that suits the columns; else two."""
+def strips(product: Product, gpu: Gpu, stages: int = 0) -> Strips:
+    """With so many stages on their way; 0: six of one program for each SM, if that suits the
+    columns, else of two programs as many as they have room for."""
     rows = next(rows for rows in (16, 32, 64) if product.m <= rows)
     held = gpu.shared_per_block // (2 * STRIP_DEPTH * (STRIP + rows))  # stages, of halves
     count, steps = programs(product.n, STRIP), programs(product.k, STRIP_DEPTH)
-    for programs_of_sm, stages in ((1, 6), (2, 4 if rows < 64 else 3)):
-        room = programs_of_sm * gpu.sm_count
-        splits = min(room // count, steps)
-        if splits and count * splits >= 0.9 * room:
-            return Strips(rows, splits, min(stages, held))
-    splits = max(min(2 * gpu.sm_count // count, steps), 1)
-    many = count * splits > 2 * gpu.sm_count or rows == 64
-    return Strips(rows, splits, min(3 if many else 4, held))
+
+    one, two = (max(min(n * gpu.sm_count // count, steps), 1) for n in (1, 2))  # parts along K
+    if stages == 0:
+        fills = 0.9 * gpu.sm_count <= count * one <= gpu.sm_count
+        many = rows == 64 or count > 2 * gpu.sm_count
+        stages = STAGES[0] if fills else STAGES[2 if many else 1]
+    return Strips(rows, one if stages == STAGES[0] else two, min(stages, held))
 
 
 def skinny_us(product: Product, dtype: torch.dtype) -> float:
@@ -146,8 +173,8 @@ def skinny_us(product: Product, dtype: torch.dtype) -> float:
 def any_us(product: Product, dtype: torch.dtype, gpu: Gpu) -> float:
     """Of somebody whose tiles nobody knows: the roofs alone."""
     filled = replace(product, n=max(product.n, 1), m=max(product.m, 1))
-    steps = filled.count * programs(filled.m, ROWS) * filled.n / 256 * filled.k / depth(dtype)
-    computing = steps / gpu.sm_count * STEP_US[256]
+    steps = filled.count * programs(filled.m, SIDE) * filled.n / 256 * filled.k / depth(dtype)
+    computing = steps / gpu.sm_count * STEP_US[SIDE, 256]
     return BASE_US + max(computing, _bytes(product, dtype) / BYTES_PER_US)
 
 

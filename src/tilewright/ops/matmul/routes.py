@@ -18,19 +18,25 @@ from tilewright.multiplying import factors_of_da, factors_of_db
 from tilewright.ops.matmul import launches
 from tilewright.ops.matmul.launches import HALVES
 from tilewright.spec import Args, Choice, on_meta
-from tilewright.toolkit.matmul_call import seen
+from tilewright.toolkit.matmul_call import Product, seen
 
 NAME = "matmul"
 HERE = "tilewright.ops.matmul"
+FEW = "a has {} rows; so few it multiplies where a table says that it is quicker"
 MEASURED = 90  # the SM whose GPUs the rules without a table are for
 MUCH = 2**33  # products of a tf32 call: 2048 x 2048 x 2048 was the smallest that was measured
 
 
 def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
     """Who can serve a call; among equals the first is taken."""
-    found = [Choice("gluon", (columns,)) for columns in launches.STEP_US]
-    everybody = (Choice("skinny"), *found, Choice("triton"), Choice("torch"))
-    return tuple(c for c in everybody if c.backend == "torch" or _serves(c.backend, gpu, args))
+    found: dict[str, Any] = {
+        "skinny": [(stages,) for stages in launches.STAGES],
+        "gluon": launches.suitable(seen(*args[:2])),
+        "triton": [()],
+    }
+    able = [name for name in found if _serves(name, gpu, args)]
+    ours = (Choice(name, launch) for name in able for launch in found[name])
+    return *ours, Choice("torch")
 
 
 def _serves(backend: str, gpu: Gpu, args: Args) -> bool:
@@ -43,13 +49,16 @@ def _serves(backend: str, gpu: Gpu, args: Args) -> bool:
 
 def expected(gpu: Gpu, choice: Choice, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> float:
     """Microseconds, by the model."""
-    product = seen(a, b)
+    return _expected(gpu, choice, seen(a, b), a.dtype)
+
+
+def _expected(gpu: Gpu, choice: Choice, product: Product, dtype: torch.dtype) -> float:
     if choice.backend == "gluon":
-        tiles = launches.hopper_tiles(product, a.dtype, gpu, *choice.launch)
-        return launches.hopper_us(product, tiles, a.dtype, gpu)
+        tiles = launches.hopper_tiles(product, dtype, gpu, *choice.launch)
+        return launches.hopper_us(product, tiles, dtype, gpu)
     if choice.backend == "skinny":
-        return launches.skinny_us(product, a.dtype)
-    return launches.any_us(product, a.dtype, gpu)
+        return launches.skinny_us(product, dtype)
+    return launches.any_us(product, dtype, gpu)
 
 
 def place(
@@ -84,7 +93,8 @@ def decision(gpu: Gpu, args: Args) -> tuned.Decision | None:
     """What the table of this GPU says; None: it has none that knows such a call."""
     if tuned.table(gpu, NAME) is None:
         return None
-    model = {choice: expected(gpu, choice, *args) for choice in choices(gpu, *args)}
+    product, dtype = seen(*args[:2]), args[0].dtype
+    model = {choice: _expected(gpu, choice, product, dtype) for choice in choices(gpu, *args)}
     return tuned.decide(gpu, NAME, place(*args), model)
 
 
@@ -102,7 +112,7 @@ def _rule(backend: str, gpu: Gpu, args: Args) -> str | None:
     a, b, *_, deterministic = args
     product = seen(a, b)
     if backend == "gluon" and product.m <= launches.MOST_ROWS:
-        return f"a has {product.m} rows, of the {launches.ROWS} of a tile"
+        return FEW.format(product.m)
     if deterministic:
         return None
     if gpu.sm != MEASURED:
@@ -146,8 +156,7 @@ def yields_gluon_backward(
     found = [decision(gpu, (*call, None, precision, None, deterministic)) for call in calls]
     if deterministic or None in found:
         rows = seen(a, b).m
-        few = f"a has {rows} rows, of the {launches.ROWS} of a tile"
-        return few if rows <= launches.MOST_ROWS else None
+        return FEW.format(rows) if rows <= launches.MOST_ROWS else None
     times = [{name: us for name, (_, us) in one.best.items()} for one in found if one]
     ours, theirs = (sum(time.get(name, math.inf) for time in times) for name in ("gluon", "torch"))
     if theirs < ours:

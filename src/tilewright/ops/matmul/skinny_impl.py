@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 
 from tilewright.gpu import Gpu
+from tilewright.ops.matmul import routes
 from tilewright.ops.matmul.launches import MOST_ROWS, STRIP, STRIP_DEPTH, strips
 from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import bind, is_interpreted, programs
 from tilewright.toolkit.matmul_call import Product, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
+from tilewright.toolkit.triton_lib import inside
 
 SIZES = [
     "m", "n_vectors", "k_vectors", "a_pitch", "b_pitch", "steps", "splits",
@@ -31,19 +33,12 @@ SIZES = [
 
 @triton.jit
 def _load(
-    ptr, line, along, lines, length, pitch,
-    VEC: tl.constexpr, MASK_LINES: tl.constexpr, MASK_LENGTH: tl.constexpr, POLICY: tl.constexpr,
+    ptr, line, along, pitch, is_inside, VEC: tl.constexpr, MASK: tl.constexpr, POLICY: tl.constexpr
 ):  # fmt: skip
     """Elements that lie side by side `along`, of lines that are `pitch` vectors apart."""
     at = ptr + line.to(tl.int64) * pitch * VEC + along
-    if MASK_LINES and MASK_LENGTH:
-        return tl.load(
-            at, mask=(line < lines) & (along < length), other=0.0, eviction_policy=POLICY
-        )
-    elif MASK_LINES:
-        return tl.load(at, mask=line < lines, other=0.0, eviction_policy=POLICY)
-    elif MASK_LENGTH:
-        return tl.load(at, mask=along < length, other=0.0, eviction_policy=POLICY)
+    if MASK:
+        return tl.load(at, mask=is_inside, other=0.0, eviction_policy=POLICY)
     else:
         return tl.load(at, eviction_policy=POLICY)
 
@@ -53,44 +48,45 @@ def _few_rows(
     c_ptr, a_ptr, b_ptr, sums_ptr, flags_ptr,
     m, n_vectors, k_vectors, a_pitch, b_pitch, steps, splits,
     VEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     n, k_size = n_vectors * VEC, k_vectors * VEC
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * steps // splits, (split + 1) * steps // splits
-    row = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    row, column = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_column = inside(tile * BLOCK_N, n, BLOCK_N, VEC if B_BY_ROWS else 1)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(first, last):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        k_inside = k < k_size
         if B_BY_ROWS:
             b = _load(
-                b_ptr, k[:, None], column[None, :], k_size, n, b_pitch, VEC, not EVEN_K, not EVEN_N,
+                b_ptr, k[:, None], b_column[None, :], b_pitch, k_inside[:, None], VEC, not EVEN_K,
                 "evict_first",
             ).trans()  # fmt: skip
         else:
             b = _load(
-                b_ptr, column[:, None], k[None, :], n, k_size, b_pitch, VEC, not EVEN_N, not EVEN_K,
+                b_ptr, b_column[:, None], k[None, :], b_pitch, k_inside[None, :], VEC, not EVEN_K,
                 "evict_first",
             )  # fmt: skip
+        # rows beyond the last are not even read: that would be much for one row
+        a_inside = (row < m)[:, None] if EVEN_K else (row < m)[:, None] & k_inside[None, :]
         if A_BY_ROWS:
             a = _load(
-                a_ptr, row[:, None], k[None, :], m, k_size, a_pitch, VEC, True, not EVEN_K,
-                "evict_last",
-            ).trans()  # fmt: skip
+                a_ptr, row[:, None], k[None, :], a_pitch, a_inside, VEC, True, "evict_last"
+            ).trans()
         else:
             a = _load(
-                a_ptr, k[:, None], row[None, :], k_size, m, a_pitch, VEC, not EVEN_K, True,
-                "evict_last",
-            )  # fmt: skip
+                a_ptr, k[:, None], row[None, :], a_pitch, a_inside.trans(), VEC, True, "evict_last"
+            )
         if WIDE:  # the interpreter multiplies no bfloat16; a product of float32 is the same one
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(b, a, acc)  # [BLOCK_N, BLOCK_M]
 
     to = c_ptr + row[None, :].to(tl.int64) * n + column[:, None]
-    inside = (row < m)[None, :] & (column < n)[:, None]
+    is_inside = (row < m)[None, :] & (column < n)[:, None]
     if SPLIT:
         here = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
         of_tile = sums_ptr + tile.to(tl.int64) * splits * (BLOCK_N * BLOCK_M) + here
@@ -101,10 +97,10 @@ def _few_rows(
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for other in range(splits):
                 acc += tl.load(of_tile + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(to, acc.to(c_ptr.dtype.element_ty), mask=inside)
+            tl.store(to, acc.to(c_ptr.dtype.element_ty), mask=is_inside)
             tl.store(flags_ptr + tile, 0)  # as it was
     else:
-        tl.store(to, acc.to(c_ptr.dtype.element_ty), mask=inside)
+        tl.store(to, acc.to(c_ptr.dtype.element_ty), mask=is_inside)
 
 
 def _vector(a: torch.Tensor) -> int:
@@ -136,9 +132,11 @@ def refuses(
     return None
 
 
-def _bind(product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.dtype, gpu: Gpu) -> Any:
+def _bind(
+    product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.dtype, gpu: Gpu, *stages: int
+) -> Any:
     """(`run(c, a, b, sums, flags)`, floats and flags that it needs)."""
-    choice, vec = strips(product, gpu), _vector(a)
+    choice, vec = strips(product, gpu, *stages), _vector(a)
     tiles, steps = programs(product.n, STRIP), programs(product.k, STRIP_DEPTH)
     is_split = choice.splits > 1
     run = bind(
@@ -152,8 +150,8 @@ def _bind(product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.dtype, 
         {
             "VEC": vec, "BLOCK_M": choice.rows, "BLOCK_N": STRIP, "BLOCK_K": STRIP_DEPTH,
             "A_BY_ROWS": product.a.by_rows, "B_BY_ROWS": product.b.by_rows,
-            "EVEN_N": product.n % STRIP == 0, "EVEN_K": product.k % STRIP_DEPTH == 0,
-            "SPLIT": is_split, "WIDE": is_interpreted(_few_rows) and a.dtype == torch.bfloat16,
+            "EVEN_K": product.k % STRIP_DEPTH == 0, "SPLIT": is_split,
+            "WIDE": is_interpreted(_few_rows) and a.dtype == torch.bfloat16,
         },
         aligned=True,
         num_warps=4,
@@ -167,7 +165,8 @@ def prepare(
 ) -> Callable[..., torch.Tensor]:
     product, out = see(a, b), out_dtype or a.dtype
     assert product is not None
-    kernel, sums, flags = _bind(product, a, b, out, gpu)
+    stages = routes.launch("skinny", gpu, a, b, out_dtype, *rest)
+    kernel, sums, flags = _bind(product, a, b, out, gpu, *stages)
     new_c = memory.contiguous(product.shape, out, a.device)
     room = workspace.per_stream(sums, flags, a.device) if sums else lambda: (None, None)
 

@@ -34,6 +34,7 @@ from tilewright.toolkit.matmul_call import (
     too_long,
     vector,
 )
+from tilewright.toolkit.triton_lib import inside
 
 
 @dataclass(frozen=True)
@@ -129,19 +130,8 @@ def _place(tiles_m, tiles_n, splits, GROUP: tl.constexpr):
     rest = program // (tiles_m * tiles_n)
     first = tile // (GROUP * tiles_n) * GROUP
     size = tl.minimum(tiles_m - first, GROUP)  # the last group may be cut short
-    inside = tile % (GROUP * tiles_n)
-    return first + inside % size, inside // size, rest % splits, rest // splits
-
-
-@triton.jit
-def _inside(first, size, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Indices of a tile, of which those beyond the end are 0: what they read is never stored.
-
-    Then no load along them has a mask. VEC: so many lie side by side, and none of them beyond.
-    """
-    index = first + tl.arange(0, BLOCK)
-    index = tl.where(index < size, index, 0)
-    return tl.max_contiguous(tl.multiple_of(index, VEC), VEC)
+    of_group = tile % (GROUP * tiles_n)
+    return first + of_group % size, of_group // size, rest % splits, rest // splits
 
 
 @triton.jit
@@ -174,8 +164,8 @@ def _matmul(
     end = tl.minimum(k_units, (part + 1) * steps * (BLOCK_K // VEC_K)) * VEC_K
     outer, within = (number // inner).to(tl.int64), (number % inner).to(tl.int64)
 
-    i = _inside(tile_m * BLOCK_M, m, BLOCK_M, VEC if A == "columns" else 1)
-    j = _inside(tile_n * BLOCK_N, n, BLOCK_N, VEC if B == "rows" else 1)
+    i = inside(tile_m * BLOCK_M, m, BLOCK_M, VEC if A == "columns" else 1)
+    j = inside(tile_n * BLOCK_N, n, BLOCK_N, VEC if B == "rows" else 1)
     depth = tl.arange(0, BLOCK_K)
     a_ptr += (outer * a_outer + within * a_inner) * VEC
     b_ptr += (outer * b_outer + within * b_inner) * VEC
@@ -201,27 +191,27 @@ def _matmul(
 
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    inside = (row < m) & (column < n)
+    is_inside = (row < m) & (column < n)
     if splits > 1:  # every part has a float32 result of its own
         count = tl.num_programs(0) // (tiles_m * tiles_n * splits)
         place = (tl.cast(part, tl.int64) * count + number) * m
         parts_ptr = c_ptr.to(tl.pointer_type(tl.float32))
-        tl.store(parts_ptr + (place + row) * n + column, acc, mask=inside)
+        tl.store(parts_ptr + (place + row) * n + column, acc, mask=is_inside)
     else:
         to = (tl.cast(number, tl.int64) * m + row) * n + column
-        tl.store(c_ptr + to, acc.to(c_ptr.dtype.element_ty), mask=inside)
+        tl.store(c_ptr + to, acc.to(c_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["units", "splits"])
 def _sum_parts(c_ptr, parts_ptr, units, splits, VEC: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.cast(units, tl.int64) * VEC
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
+    is_inside = at < total
     acc = tl.zeros([BLOCK], tl.float32)
     for _ in range(splits):  # always in this order
-        acc += tl.load(parts_ptr + at, mask=inside, other=0.0)
+        acc += tl.load(parts_ptr + at, mask=is_inside, other=0.0)
         parts_ptr += total
-    tl.store(c_ptr + at, acc.to(c_ptr.dtype.element_ty), mask=inside)
+    tl.store(c_ptr + at, acc.to(c_ptr.dtype.element_ty), mask=is_inside)
 
 
 def _vector(p: Product, a: torch.Tensor, b: torch.Tensor) -> int:
