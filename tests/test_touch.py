@@ -51,6 +51,9 @@ for name in sys.argv[1:]:
             assert not missing, (str(one), missing)
     print(name)
 
+few = list(touch.calls([("matmul", "skinny")], "cpu", smallest=True))
+print(*sorted({str(one.launch) for one in few if one.launch}))
+touch.run(next(one for one in few if one.launch))
 op, seen, blank = registry()["rms_norm"], set(), touch.Blank("cpu")
 for n in (64, 60, 64, 2000):
     args = meta_inputs(op, {"shape": (3, n)}, torch.float16)
@@ -67,7 +70,8 @@ def test_touch_asks_for_every_binary_once() -> None:
     command = [sys.executable, "-c", TOUCH, *ops]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     # forward, backward and the sum of partials; 60 columns lose the 16-byte loads, but not the sum
-    assert done.stdout.split() == [*ops, "3", "2", "0", "2"], done.stderr[-1000:]
+    launches = ["skinny:3", "skinny:4", "skinny:6"]
+    assert done.stdout.split() == [*ops, *launches, "3", "2", "0", "2"], done.stderr[-1000:]
 
 
 def test_touch_runs_both_phases(monkeypatch: pytest.MonkeyPatch) -> None:

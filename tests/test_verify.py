@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ import torch
 
 import apart
 from planted import FEATURES, RANDOM, RANDOM_ELSE
-from tilewright import dispatch, gpu
+from tilewright import dispatch, gpu, tuned
 from tilewright.dims import meta_inputs
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Op, Rounding
+from tilewright.spec import FLOATS, Choice, Op, Rounding
 from tilewright.verify import (
     CHECKS,
     Context,
@@ -39,7 +40,7 @@ from tilewright.verify import (
 )
 from tilewright.verify.checks import BASE, _relaid, edge_cases, layouts_of
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
-from tilewright.verify.runner import backends_on
+from tilewright.verify.runner import BY_CASE, backends_on
 from tilewright.verify.summary import summarise
 
 OPS = list(registry())
@@ -100,6 +101,7 @@ def edge_checks(op: str, backend: str) -> list[str]:
     left_out["repeat"] = True  # bits differ only where programs do not run one after another
     left_out |= {"errors": not declared.errors, "in place": declared.in_place is None}
     left_out |= {"bits": declared.bit_inputs is None, "features": declared.features is None}
+    left_out["launches"] = declared.tuning is None or backend == "triton"  # which has but one
     left_out["errors"] |= backend != backends_on(op, "cpu")[0]  # the op's, so once
     left_out |= dict.fromkeys(ELSEWHERE.get((op, backend), ()), True)
     return [check for check in CHECKS if not left_out.get(check)]
@@ -151,6 +153,11 @@ def expected(op: Op, backend: str, count: int) -> dict[str, int]:
         "empty": sum(serves(context, {"shape": s}, torch.float16) for s in sizes) * kinds,
         "exact": count // 2,
         "errors": len(op.errors),
+        "launches": sum(
+            sum(choice.backend == backend for choice in _choices(op, *call))
+            for call in cases
+            if call[1] != torch.bfloat16 and serves(context, *call)
+        ),
     }
     if backend == "triton":  # another refuses some
         taken = set(layouts_of(op))
@@ -158,6 +165,12 @@ def expected(op: Op, backend: str, count: int) -> dict[str, int]:
         by_layout += len(taken & set(layouts.SAME_VALUES)) if op.autograd else 0  # its gradient's
         found["layouts"] = by_layout * len(FLOATS) * len(op.variants)
     return found
+
+
+def _choices(op: Op, dims: Any, dtype: torch.dtype) -> Any:
+    return (
+        dispatch.load(op.tuning.choices)(H200, *meta_inputs(op, dims, dtype)) if op.tuning else ()
+    )
 
 
 def serves(context: Context, dims: Any, dtype: torch.dtype) -> bool:
@@ -202,20 +215,24 @@ def test_every_public_function_declares_its_mistakes() -> None:
 
 def test_every_check_is_planned_once_per_backend() -> None:
     steps = plan(device="cpu", cases=1)
-    planned = [(c.op.name, c.backend, check) for check, c in steps if check != "cases"]
+    planned = [(c.op.name, c.backend, check) for check, c in steps if check not in BY_CASE]
     wanted = [
         (op, backend, check)
         for op, backend in BACKENDS
         for check in CHECKS
-        if check != "cases"
+        if check not in BY_CASE
         and (check != "features" or registry()[op].features)
         and (check != "errors" or backend == backends_on(op, "cpu")[0])
     ]
     assert sorted(planned) == sorted(wanted)
-    named = Counter((c.op.name, c.backend, c.case) for check, c in steps if check == "cases")
+    named, launched = (
+        Counter((c.op.name, c.backend, c.case) for check, c in steps if check == name)
+        for name in BY_CASE
+    )
     quick = [Context(registry()[op], backend, "cpu", False, 1, 0) for op, backend in BACKENDS]
     cases = {(c.op.name, c.backend, case.name) for c in quick for case in edge_cases(c)}
     assert named == Counter(cases)
+    assert launched == Counter(case for case in cases if registry()[case[0]].tuning)
     on_gpu = {(c.op.name, c.backend) for _, c in plan(device="cuda", cases=1)}
     assert on_gpu > {("softmax", "cuda_v1"), ("softmax", "cuda_v2"), ("rms_norm", "cuda")}
     assert not any(backend == "torch" for _, backend in on_gpu)
@@ -234,10 +251,33 @@ def test_a_case_alone(tmp_path: Path) -> None:
     """One that a quick run leaves out as well: what failed in a full run is run again so."""
     code, report = verify("rms_norm", "--case", "wide-odd", folder=tmp_path)
     assert (code, sum(row["run"] for row in report["checks"])) == (0, 2 * len(FLOATS))
+    launch = Result("matmul", "launches", "skinny", "few-rows-deep skinny:6", "", "", False)
+    assert "--only launches --backend skinny --case few-rows-deep" in launch.repro("cpu")
     named = Result("relu", "cases", "triton", "one-dim", "float32", "forward", False, seed=3)
     assert "--only cases --backend triton --case one-dim --seed 3" in named.repro("cpu")
     ((check, context),) = plan(["relu"], case="one-dim", seed=3)
     assert (check, [case.name for case in edge_cases(context)]) == ("cases", ["one-dim"])
+
+
+@pytest.mark.parametrize("when", ["always", "later"])
+def test_one_launch_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    op, wrong = registry()["matmul"], Choice("skinny", (4,))
+    runs: Counter[Choice | None] = Counter()
+
+    def prepare(op: Op, args: Any, backend: str) -> Any:
+        runs[tuned.forced()] += 1
+        is_wrong = tuned.forced() == wrong and (when == "always" or runs[wrong] % 2 == 0)
+        return lambda a, b, *_: (a.double() @ b.double() + is_wrong).to(a.dtype)
+
+    monkeypatch.setattr(Context, "serves", lambda *_: True)
+    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: SimpleNamespace(gpu=H200))
+    monkeypatch.setattr(dispatch, "prepare", prepare)
+    results = list(CHECKS["launches"](Context(op, "skinny", "cpu", False, 0, 0, "few-rows-deep")))
+    found = {result.case: result.message for result in results}
+    assert set(found) == {f"few-rows-deep skinny:{stages}" for stages in (6, 4, 3)}
+    failed = [result.case for result in results if not result.passed]
+    assert failed == [f"few-rows-deep {wrong}"]
+    assert ("bits differ" in found[failed[0]]) == (when == "later")
 
 
 def test_the_plan_covers_every_seed_once() -> None:

@@ -18,7 +18,7 @@ import torch
 from tilewright import dispatch
 from tilewright.errors import UnsupportedError
 from tilewright.library import call
-from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
+from tilewright.spec import FLOATS, Args, Case, Choice, Op, as_tuple, on_meta
 from tilewright.toolkit import memory
 from tilewright.verify import compare, features, layouts
 from tilewright.verify import offsets as sparse_offsets
@@ -53,6 +53,14 @@ class Context:
         except UnsupportedError:
             return False
         return True
+
+    def launches(self, args: Args) -> list[Choice]:
+        """What a table may name of this backend, for a call that it serves."""
+        if self.op.tuning is None:
+            return []
+        on = dispatch.choose(self.op, args, backend=self.backend).gpu
+        found = dispatch.load(self.op.tuning.choices)(on, *args)
+        return [choice for choice in found if choice.backend == self.backend and choice.launch]
 
     def result(
         self, check: str, case: str, dtype: Any, phase: str, v: Verdict, seed: int | None = None
@@ -137,6 +145,20 @@ def _relaid(a: Any, rng: random.Random) -> Any:
     if rng.random() < 0.4:
         return a
     return layouts.LAYOUTS[rng.choice(layouts.SAME_VALUES)](a)
+
+
+def launches(c: Context) -> Iterator[Result]:
+    """Every edge case in every launch that a table may name: right, whether it names it or not."""
+    times = 20 if c.device == "cuda" else 1
+    for case, dtype in itertools.product(edge_cases(c), (torch.float16, torch.float32)):
+        args = c.inputs(case.dims, dtype, c.seed)
+        if not c.serves(args):
+            continue
+        found = c.launches(args)
+        truths = compare.forward_truth(c.op, args, interpreted=c.interpreted) if found else []
+        for choice in found:
+            verdict, _ = compare.launched(c.op, args, choice, truths, times)
+            yield c.result("launches", f"{case.name} {choice}", dtype, "forward", verdict)
 
 
 def feature_calls(c: Context) -> Iterator[Result]:
@@ -466,6 +488,7 @@ def large(c: Context) -> Iterator[Result]:
 
 CHECKS: dict[str, Check] = {
     "cases": cases,
+    "launches": launches,
     "random": random_cases,
     "features": feature_calls,
     "exact": exact,

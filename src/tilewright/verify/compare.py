@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewright import dispatch, tuned
 from tilewright.library import call
-from tilewright.spec import Args, Op, Rounding, as_tuple, on_meta
+from tilewright.spec import Args, Choice, Op, Rounding, as_tuple, on_meta
 from tilewright.toolkit import memory
 
 FLOAT32 = (torch.float32, torch.float32)  # of results and arguments
@@ -295,6 +296,30 @@ def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Ver
             verdict = verdict.worst(like_torch(ours, wanted, theirs, r.u_out, truncates=truncates))
         if op.rounds_as_reference and not truncates:
             verdict = verdict.worst(rounds_like(ours, theirs, what))
+    return verdict, got
+
+
+@judged
+def launched(
+    op: Op, args: Args, choice: Choice, truths: Sequence[Truth], times: int
+) -> tuple[Verdict, Any]:
+    """Run the op as a table may want it, in poisoned memory, and so many times more: same bits."""
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad(), tuned.forcing(choice):
+            made = dispatch.prepare(op, args, choice.backend)
+            return as_tuple(made(*args, choice.backend))
+
+    with memory.guarded() as guard:
+        got = run()
+    faults = guard.faults()
+    if faults:
+        return Verdict(message=faults[0]), got
+    verdict = Verdict()
+    for ours, (what, wanted, bound) in zip(got, truths, strict=True):
+        verdict = verdict.worst(within(ours, wanted, bound, what))
+    if verdict.passed and not all(same_bits(got, run()) for _ in range(times)):
+        verdict = Verdict(message="bits differ from run to run")
     return verdict, got
 
 

@@ -27,6 +27,8 @@ class Result:
         words += ["--backend", self.backend]
         if self.check == "cases":
             words += ["--case", self.case]
+        if self.check == "launches":  # the last word is the launch
+            words += ["--case", self.case.rpartition(" ")[0]]
         if self.seed is not None:
             words += ["--seed", str(self.seed), "--cases", "1"]
         return shlex.join(words)

@@ -26,6 +26,7 @@ from tilewright.verify.record import Result
 RANDOM = {"cpu": (40, 500), "cuda": (200, 5000)}
 ONCE_PER_OP = ("errors",)
 SEEDED = ("random", "exact")
+BY_CASE = ("cases", "launches")
 PIECE = 50
 
 
@@ -60,9 +61,11 @@ def plan(
         declared = [c for op in ops or registry() for c in registry()[op].cases]
         names = dict.fromkeys(c.name for c in declared if c.group in GROUPS[device])
         _known(case, names, "--case")
-        if set(only) - {"cases"}:
-            raise InputError("verify: --case is for the check `cases`; --only must name no other.")
-        only = ["cases"]
+        if set(only) - set(BY_CASE):
+            raise InputError(
+                f"verify: --case is for {' and '.join(BY_CASE)}; --only must name no other check."
+            )
+        only = only or ["cases"]
     count = cases if cases is not None else RANDOM[device][full]
     steps = []
     for name in ops or registry():
@@ -79,7 +82,9 @@ def plan(
 
 def _parts(check: str, context: Context) -> list[Context]:
     """Long checks in pieces, so that cores share them and a progress bar moves."""
-    if check == "cases":
+    if check == "launches" and context.op.tuning is None:
+        return []
+    if check in BY_CASE:
         names = dict.fromkeys(case.name for case in edge_cases(context))
         return [replace(context, case=name) for name in names]
     if check not in (*SEEDED, "features"):
@@ -115,7 +120,7 @@ def run(
     made = multiprocessing.get_context(way)
     with ProcessPoolExecutor(workers, mp_context=made, initializer=_one_thread) as pool:
         # what is not in pieces begins first, or one worker would end long after the others
-        first = sorted(steps, key=lambda step: step[0] in ("cases", "features", *SEEDED))
+        first = sorted(steps, key=lambda step: step[0] in (*BY_CASE, "features", *SEEDED))
         jobs = [pool.submit(_run_named, check, *c.by_name()) for check, c in first]
         for done in as_completed(jobs):
             yield done.result()

@@ -5,9 +5,9 @@
     compute-sanitizer --tool memcheck python -m tilewright.verify.touch --part 3/15 [...]
 
 Asks the launchers what the cases that verify takes on a GPU would compile, forward and backward,
-aligned and not, of every op and backend or the named ones, and runs each call that wants a binary
-which no call before it does. It compares nothing: a sanitizer slows kernels down a hundredfold, and
-the references are what would take the time.
+aligned and not, and in every launch that a table may name, of every op and backend or the named
+ones, and runs each call that wants a binary which no call before it does. It compares nothing: a
+sanitizer slows kernels down a hundredfold, and the references are what would take the time.
 
 --smallest gives each binary the smallest of its cases. synccheck (2025.3) itself reads memory that
 is not there as soon as two clusters of sixteen blocks share SMs, if a block so much as waits at an
@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from tilewright import dispatch
+from tilewright import dispatch, tuned
 from tilewright.dims import meta_inputs
 from tilewright.library import call
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Args, Case, Op, as_tuple, on_meta
+from tilewright.spec import FLOATS, Args, Case, Choice, Op, as_tuple, on_meta
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
 from tilewright.verify.checks import Context, edge_cases
@@ -51,10 +51,12 @@ class Call:
     dtype: torch.dtype
     aligned: bool
     new: frozenset[str] = frozenset()
+    launch: Choice | None = None  # as a table may want it, forward alone
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         name = f"{self.context.op.name} {self.context.backend}: {self.case.name} {dtype}"
+        name = name if self.launch is None else f"{name} {self.launch}"
         return name if self.aligned else f"{name} misaligned"
 
     def laid(self, args: Args) -> Args:
@@ -92,16 +94,22 @@ def calls(pairs: Iterable[tuple[str, str]], device: str, smallest: bool) -> Iter
             args = one.laid(meta_inputs(context.op, case.dims, dtype))
             if not context.serves(blank.over(args)):
                 continue
-            wanted = binaries(context.op, args, backend, blank)
-            new = wanted - seen.setdefault(name, set())
-            seen[name] |= wanted
-            if new:
-                yield replace(one, new=frozenset(new))
+            for launch in (None, *context.launches(blank.over(args))):
+                wanted = binaries(context.op, args, backend, blank, launch)
+                new = wanted - seen.setdefault(name, set())
+                seen[name] |= wanted
+                if new:
+                    yield replace(one, launch=launch, new=frozenset(new))
 
 
-def binaries(op: Op, args: Args, backend: str, blank: Blank) -> set[str]:
-    """What this call would compile in the phases that the backend has, as text."""
+def binaries(
+    op: Op, args: Args, backend: str, blank: Blank, launch: Choice | None = None
+) -> set[str]:
+    """What this call would compile in the phases that it has, as text."""
     forward, outputs = blank.over(args), blank.over(as_tuple(op.outputs(*on_meta(args))))
+    if launch is not None:
+        with tuned.forcing(launch):
+            return _asked(op, forward, backend)
     wanted = _asked(op, forward, backend)
     if _has_backward(op, backend):
         assert op.autograd is not None
@@ -131,7 +139,10 @@ def run(one: Call) -> None:
     """The phases that the backend has."""
     op, backend = one.context.op, one.context.backend
     args = one.laid(one.context.inputs(one.case.dims, one.dtype, 0))
-    if not _has_backward(op, backend):
+    if one.launch is not None:
+        with tuned.forcing(one.launch):
+            dispatch.prepare(op, args, backend)(*args, backend)
+    elif not _has_backward(op, backend):
         call(op, args, backend)
     else:
         given, leaves = with_leaves(op, args)
