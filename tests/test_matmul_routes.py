@@ -110,7 +110,8 @@ def test_who_can_serve_a_call() -> None:
     for on in EVERY_GPU:
         found = able(on, 16, 4096, 4096)
         assert found[-2:] == ["triton", "torch"]
-        assert (set(SKINNY) <= set(found)) == (on.sm >= 80)
+        assert (set(SKINNY[1:]) <= set(found)) == (on.sm >= 80)
+        assert ("skinny:6" in found) == (on.sm in (80, 90, 100))  # six stages are 123 KB
         assert (set(GLUON) <= set(found)) == (on.sm == 90)
     assert able(H200, 64, 4096, 4096, dtype=torch.float64) == ["torch"]
 
@@ -315,6 +316,26 @@ def test_a_table_decides() -> None:
     assert chosen(gpu.pretend("h100"), 8192, 4096, 4096) == "gluon"  # another GPU's table
     told = dict(dispatch.choose(op.OP, call(8192, 4096, 4096), gpu=H200).refused)
     assert "torch is the choice of the table of NVIDIA H200: 2500.0 us, not 3000.0" in told["gluon"]
+
+
+@pytest.mark.usefixtures("tuned_h200")
+def test_a_decision_is_made_once_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Args] = []
+    decide = routes._decide
+    monkeypatch.setattr(routes, "_decide", lambda gpu, args: made.append(args) or decide(gpu, args))
+    monkeypatch.setattr(routes, "_decided", {})
+    for _ in range(2):
+        assert chosen(H200, 8192, 4096, 4096) == "torch"  # every backend asked
+    assert len(made) == 1
+    for how in ({"a": "columns"}, {"dtype": HALF}, {"deterministic": True}):
+        chosen(H200, 8192, 4096, 4096, **how)
+    assert len(made) == 4
+    tuned.reset()  # another table
+    assert chosen(H200, 8192, 4096, 4096) == "torch"
+    assert len(made) == 5
+    monkeypatch.setattr(routes, "MOST_DECIDED", 4)
+    chosen(H200, 8192, 4096, 8192)
+    assert len(routes._decided) == 1
 
 
 @pytest.mark.usefixtures("tuned_h200")

@@ -25,6 +25,7 @@ from tilewright import gpu as gpus
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.gpu import Gpu
 from tilewright.spec import Args, Backend, Op, as_tuple, on_meta
+from tilewright.spec import Choice as Launch
 
 VARIABLE = "TILEWRIGHT_BACKEND"
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
@@ -229,6 +230,12 @@ def _by_torch(op: Op, args: Args, entry: Callable[..., Any]) -> Callable[..., An
         return results if results is None else as_declared(results, strides[0])
 
     return run
+
+
+def launches(op: Op, backend: str, args: Args, gpu: Gpu | None) -> list[Launch]:
+    """What a table may name of this backend, for a call that it serves."""
+    found: list[Launch] = load(op.tuning.choices)(gpu, *args) if op.tuning else []
+    return [choice for choice in found if choice.backend == backend and choice.launch]
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilewright import dispatch
+from tilewright import dispatch, tuned
 from tilewright import gpu as gpus
 from tilewright.dims import meta_inputs
 from tilewright.errors import InputError
@@ -138,6 +138,10 @@ def _of_call(
             continue
         with recording.recording() as requests:
             dispatch.load(backend.entry)(gpu, *args)
+            of_tables = dispatch.launches(op, backend.name, args, gpu)
+            for choice in of_tables if dtype == torch.bfloat16 else ():
+                with tuned.forcing(choice):
+                    dispatch.load(backend.entry)(gpu, *args)
         for request in requests:
             name = str(dtype).removeprefix("torch.")
             on_cores = dtype != torch.float32 and kernel_name(request) in backend.tensor_cores

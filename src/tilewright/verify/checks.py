@@ -55,12 +55,9 @@ class Context:
         return True
 
     def launches(self, args: Args) -> list[Choice]:
-        """What a table may name of this backend, for a call that it serves."""
-        if self.op.tuning is None:
-            return []
+        """What a table may name, for a call that is served."""
         on = dispatch.choose(self.op, args, backend=self.backend).gpu
-        found = dispatch.load(self.op.tuning.choices)(on, *args)
-        return [choice for choice in found if choice.backend == self.backend and choice.launch]
+        return dispatch.launches(self.op, self.backend, args, on)
 
     def result(
         self, check: str, case: str, dtype: Any, phase: str, v: Verdict, seed: int | None = None

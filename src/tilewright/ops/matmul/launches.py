@@ -160,7 +160,13 @@ def strips(product: Product, gpu: Gpu, stages: int = 0) -> Strips:
         fills = 0.9 * gpu.sm_count <= count * one <= gpu.sm_count
         many = rows == 64 or count > 2 * gpu.sm_count
         stages = STAGES[0] if fills else STAGES[2 if many else 1]
-    return Strips(rows, one if stages == STAGES[0] else two, min(stages, held))
+    stages = next((some for some in STAGES if some <= min(stages, held)), held)
+    return Strips(rows, one if stages == STAGES[0] else two, stages)
+
+
+def stages(product: Product, gpu: Gpu) -> list[tuple[int]]:
+    """Those that shared memory holds."""
+    return [(some,) for some in STAGES if strips(product, gpu, some).stages == some]
 
 
 def skinny_us(product: Product, dtype: torch.dtype) -> float:

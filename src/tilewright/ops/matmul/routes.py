@@ -8,6 +8,7 @@ should yield to one further down.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,23 +20,29 @@ from tilewright.ops.matmul import launches
 from tilewright.ops.matmul.launches import HALVES
 from tilewright.spec import Args, Choice, on_meta
 from tilewright.toolkit.matmul_call import Product, seen
+from tilewright.tuned.file import Table
 
 NAME = "matmul"
 HERE = "tilewright.ops.matmul"
 FEW = "a has {} rows; so few it multiplies where a table says that it is quicker"
 MEASURED = 90  # the SM whose GPUs the rules without a table are for
+MOST_DECIDED = 4096
 MUCH = 2**33  # products of a tf32 call: 2048 x 2048 x 2048 was the smallest that was measured
+
+# what a call's layout was told, by which table: every backend asks when a shape is new
+_decided: dict[Any, tuple[Table, tuned.Decision | None]] = {}
 
 
 def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
     """Who can serve a call; among equals the first is taken."""
-    found: dict[str, Any] = {
-        "skinny": [(stages,) for stages in launches.STAGES],
-        "gluon": launches.suitable(seen(*args[:2])),
-        "triton": [()],
+    product = seen(*args[:2])
+    found: dict[str, Callable[[], Sequence[tuple[int, ...]]]] = {
+        "skinny": lambda: launches.stages(product, gpu),
+        "gluon": lambda: launches.suitable(product),
+        "triton": lambda: [()],
     }
     able = [name for name in found if _serves(name, gpu, args)]
-    ours = (Choice(name, launch) for name in able for launch in found[name])
+    ours = (Choice(name, launch) for name in able for launch in found[name]())
     return *ours, Choice("torch")
 
 
@@ -91,8 +98,20 @@ def part(rng: torch.Generator, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> 
 
 def decision(gpu: Gpu, args: Args) -> tuned.Decision | None:
     """What the table of this GPU says; None: it has none that knows such a call."""
-    if tuned.table(gpu, NAME) is None:
+    table = tuned.table(gpu, NAME)
+    if table is None:
         return None
+    layouts = ((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in args[:2])
+    key = (gpu, *layouts, args[2:])
+    known = _decided.get(key)
+    if known is None or known[0] is not table:
+        if len(_decided) >= MOST_DECIDED:
+            _decided.clear()
+        known = _decided[key] = (table, _decide(gpu, args))
+    return known[1]
+
+
+def _decide(gpu: Gpu, args: Args) -> tuned.Decision | None:
     product, dtype = seen(*args[:2]), args[0].dtype
     model = {choice: _expected(gpu, choice, product, dtype) for choice in choices(gpu, *args)}
     return tuned.decide(gpu, NAME, place(*args), model)
