@@ -6,7 +6,10 @@ Nothing here needs a GPU: the kernel runs in Triton's interpreter, and tables ar
 from __future__ import annotations
 
 import itertools
+import re
+import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -406,6 +409,26 @@ def test_explain_tells_what_the_table_predicts() -> None:
     deeper = explain("matmul", *call(512, 4096, 8192)[:2], gpu="h200")
     assert deeper.predicted_us is not None and found.predicted_us is not None
     assert found.predicted_us < deeper.predicted_us < 3 * found.predicted_us
+
+
+def test_the_shipped_table_serves_layers_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer after another is left out, and what was measured there judges the decisions."""
+    shipped = tuned.table(H200, routes.NAME)
+    assert shipped is not None
+    parts = []
+    for left_out in shipped.buckets:
+        layer = left_out.kind, left_out.coordinates[1:]
+        rest = [b for b in shipped.buckets if (b.kind, b.coordinates[1:]) != layer]
+        monkeypatch.setattr(tuned, "table", lambda *_, rest=rest: replace(shipped, buckets=rest))
+        m, k, n = map(int, re.findall(r"\d+", left_out.dims)[:3])
+        args = call(m, n, k, b="rows" if left_out.kind == "half N" else "columns")
+        model = {choice: routes.expected(H200, choice, *args) for choice in left_out.times}
+        found = tuned.decide(H200, routes.NAME, routes.place(*args), model)
+        assert found is not None and found.bucket in rest
+        us = {choice: timed.us for choice, timed in left_out.times.items()}
+        parts.append(min(us.values()) / us[found.choice])
+    assert statistics.geometric_mean(parts) >= 0.975
+    assert sum(part < 0.93 for part in parts) <= 0.08 * len(parts)
 
 
 # --- few rows, in the interpreter ----------------------------------------------------------------

@@ -358,22 +358,41 @@ def decided(*shape: int, only: tuple[Choice, ...] = ORDER, dtype: Any = None) ->
     return tuned.decide(H200, "adding", place(*args), {c: expected(H200, c, *args) for c in only})
 
 
-def test_the_nearest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_buckets_count_by_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(
         monkeypatch,
         bucket((8, 8), {WIDE: 1.0, TORCH: 2.0}, WIDE),
         bucket((32, 8), {WIDE: 9.0, TORCH: 3.0}, TORCH),
     )
-    assert decided(15, 8).choice == WIDE  # log2: 0.9 from 8, 1.1 from 32
-    assert decided(17, 8).choice == TORCH
+    assert decided(9, 8).choice == WIDE
+    assert decided(30, 8).choice == TORCH
+    assert decided(8, 8).us == pytest.approx(1.0)  # at a bucket no other counts
+    assert decided(32, 8).others == ((WIDE, pytest.approx(9.0)),)
     assert decided(16, 8).bucket.dims == "8x8"  # equally near: the first in the file
     assert decided(15, 8, dtype=torch.bfloat16) is None  # another kind
     found = decided(16, 8)
-    assert found.us == 2.0  # 1.0 at half the elements
-    assert found.others == ((TORCH, 4.0),)
-    assert found.best == {"wide": (WIDE, 2.0), "torch": (TORCH, 4.0)}
-    assert found.against("wide") is None
-    assert all(word in found.against("torch") for word in ("NVIDIA H200", "2.0 us", "not 4.0"))
+    # of wide 2.0 and 4.5, of torch 4.0 and 1.5: from half of the elements, and from twice as many
+    wide, torchs = pytest.approx((2.0 * 4.5) ** 0.5), pytest.approx((4.0 * 1.5) ** 0.5)
+    assert found.us == torchs
+    assert found.others == ((WIDE, wide),)
+    assert found.best == {"wide": (WIDE, wide), "torch": (TORCH, torchs)}
+    assert found.against("torch") is None
+    assert all(word in found.against("wide") for word in ("NVIDIA H200", "2.4 us", "not 3.0"))
+
+
+def test_far_buckets_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = [bucket((8, 8 + i), {TORCH: 1.0}, TORCH) for i in range(file.NEAR)]
+    installed(monkeypatch, bucket((4096, 8), {TORCH: 1.0, WIDE: 1e-3}, WIDE), *near)
+    assert decided(9, 9).choice == TORCH
+    assert WIDE not in dict(decided(9, 9).others)
+
+
+def test_one_that_a_near_bucket_refused_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = replace(bucket((8, 8), {TORCH: 9.0}, TORCH), refused={WIDE: "wrong before timing"})
+    installed(monkeypatch, wrong, bucket((32, 8), {WIDE: 1.0, NARROW: 2.0, TORCH: 9.0}, WIDE))
+    assert decided(30, 8).choice == NARROW  # of which the other bucket says nothing
+    assert WIDE not in dict(decided(30, 8).others)
+    assert decided(32, 8).choice == WIDE  # where it was measured
 
 
 def test_one_that_the_bucket_did_not_admit_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +407,7 @@ def test_at_its_bucket_a_call_takes_the_winner_of_the_file(monkeypatch: pytest.M
     """An incumbent, though another was a little quicker. log2 of 3584 is rounded in the file."""
     installed(monkeypatch, bucket((8, 3584), {WIDE: 1.0, NARROW: 1.03}, NARROW))
     assert decided(8, 3584).choice == NARROW
-    assert decided(8, 3600).choice == WIDE
+    assert decided(8, 4000).choice == WIDE
 
 
 def test_an_untuned_gpu_has_no_table() -> None:
@@ -402,10 +421,10 @@ def test_explain_tells_the_predicted_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert "predicted" not in str(explain_call(OP, args, gpu=H200))
     installed(monkeypatch, bucket((8, 8), {WIDE: 6.0, TORCH: 7.5}, WIDE))
     found = explain_call(OP, args, gpu=H200)
-    assert found.predicted_us == 12.0
+    assert found.predicted_us == pytest.approx(12.0)
     line = "  predicted: 12.0 us by the table of NVIDIA H200 (bucket 8x8, float32): "
     assert f"{line}wide 12.0, torch 15.0" in str(found).splitlines()
-    assert explain_call(OP, args, gpu=H200, backend="torch").predicted_us == 15.0
+    assert explain_call(OP, args, gpu=H200, backend="torch").predicted_us == pytest.approx(15.0)
 
 
 def test_forcing_is_undone_after_an_exception() -> None:

@@ -1,8 +1,9 @@
 """Routes and launch choices found by measurement: data, and how a call finds its line in it.
 
 `tilewright tune` writes `<gpu>.json`; docs/tuning.md tells what stands there. A call takes the
-times of the nearest bucket, carried over by the op's model. A GPU without a table gets no decision,
-and the op's own rule speaks. Attention's forward has a file of its own, which it reads itself.
+times of the nearest buckets, carried over by the op's model. A GPU without a table gets no
+decision, and the op's own rule speaks. Attention's forward has a file of its own, which it reads
+itself.
 """
 
 from __future__ import annotations
@@ -61,19 +62,20 @@ def decide(
     """The quickest choice for a call, or None where no table knows.
 
     `place` is what `Tuning.place` says of the call; `expected` are its choices, in the order of
-    ties, with what the model says of each. One that the bucket did not admit is no candidate.
+    ties, with what the model says of each. One that a near bucket refused is no candidate.
     """
     found = table(gpu, op)
-    bucket = found.nearest(*place) if found else None
-    if found is None or bucket is None:
+    near = found.near(*place) if found else ()
+    if found is None or not near:
         return None
-    us = {
-        choice: bucket.times[choice].us * model / bucket.times[choice].expected
-        for choice, model in expected.items()
-        if choice in bucket.times
-    }
+    us = {}
+    for choice, model in expected.items():
+        times = [(weight, b.times[choice]) for weight, b in near if choice in b.times]
+        if times and not any(choice in b.refused for _, b in near):
+            us[choice] = model * file.beside_model(times)
     if not us:
         return None
+    bucket = near[0][1]
     is_there = file.rounded(place[1]) == bucket.coordinates  # the file's own word
     chosen = first(us, found.noise, bucket.choice, STAY if is_there else found.noise)
     others = sorted((pair for pair in us.items() if pair[0] != chosen), key=lambda pair: pair[1])

@@ -17,6 +17,8 @@ from tilewright.gpu import Gpu
 from tilewright.spec import Choice
 
 FORMAT = 1
+NEAR = 8  # buckets whose times are carried over to a call
+TINY = 1e-6
 
 
 class Unusable(Exception):
@@ -81,12 +83,24 @@ class Table:
     source: str  # a digest of the kernels that were measured
     buckets: Sequence[Bucket]
 
-    def nearest(self, kind: str, coordinates: Sequence[float]) -> Bucket | None:
-        """Of the same kind; among equally near ones the first in the file."""
-        same = (
-            b for b in self.buckets if b.kind == kind and len(b.coordinates) == len(coordinates)
-        )
-        return min(same, key=lambda b: math.dist(b.coordinates, coordinates), default=None)
+    def near(self, kind: str, coordinates: Sequence[float]) -> list[tuple[float, Bucket]]:
+        """The nearest of the same kind, with what each counts: the nearer, the more. Among equally
+        near ones the first in the file; a bucket at the very place stands alone."""
+        same = [
+            (math.dist(b.coordinates, coordinates), b)
+            for b in self.buckets
+            if b.kind == kind and len(b.coordinates) == len(coordinates)
+        ]
+        same = sorted(same, key=lambda pair: pair[0])[:NEAR]
+        if same and same[0][1].coordinates == rounded(coordinates):
+            return [(1.0, same[0][1])]
+        return [(max(distance, TINY) ** -2, bucket) for distance, bucket in same]
+
+
+def beside_model(times: Sequence[tuple[float, Timed]]) -> float:
+    """What was measured over what the model says, of several buckets with their weights."""
+    ratios = (weight * math.log(timed.us / timed.expected) for weight, timed in times)
+    return math.exp(sum(ratios) / sum(weight for weight, _ in times))
 
 
 def read(text: str, device: Device) -> dict[str, Table]:

@@ -1,13 +1,15 @@
 """How the kernels for few rows and for Hopper would compute a product, and what a model says of it.
 
 Pure functions of sizes, layouts and a Gpu. The model is for shapes, not for truth: it knows full
-waves, cut tiles and bytes, so it carries a time that was measured at one shape to another, and it
-speaks where no GPU was tuned. Its constants were fitted to an H200 (2026-11, notes.md).
+waves, cut tiles, bytes and that an H200 which multiplies for long gets slower. So it carries a time
+that was measured at one shape to another, and it speaks where no GPU was tuned. Its constants were
+fitted to all times of the table of an H200 (2026-11, notes.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 import torch
 
@@ -16,8 +18,14 @@ from tilewright.toolkit.launch import programs
 from tilewright.toolkit.matmul_call import Product
 
 HALVES = (torch.float16, torch.bfloat16)
-BASE_US = 5.5  # launch, first tiles, last results
-BYTES_PER_US = 3.9e6  # of weights that are read once
+BASE_US = 4.3  # launch, first tiles, last results
+HEAT, HEAT_US = 0.38, 95.0  # so much slower in the end, and half of it after so long
+
+
+def _us(computing: float, moving: float) -> float:
+    """Of a kernel that would multiply so long, and move its bytes so long: both at a time, but in
+    each other's way where neither is short."""
+    return BASE_US + math.hypot(computing * (1 + HEAT * computing / (computing + HEAT_US)), moving)
 
 
 # --- Hopper --------------------------------------------------------------------------------------
@@ -27,12 +35,13 @@ SIDE = 128  # of a tile, which its consumers share: rows, or columns where rows 
 # Microseconds of a step, 128 bytes along K, by (rows, columns) of the tiles that there are; guesses
 # for those of 160 columns and of few rows, which were not measured yet.
 STEP_US = {
-    (16, 128): 0.27, (32, 128): 0.29, (64, 128): 0.32,
-    (128, 256): 0.66, (128, 192): 0.5, (128, 160): 0.42, (128, 128): 0.345, (128, 64): 0.225,
+    (16, 128): 0.19, (32, 128): 0.21, (64, 128): 0.24,
+    (128, 256): 0.58, (128, 192): 0.45, (128, 160): 0.375, (128, 128): 0.3, (128, 64): 0.24,
 }  # fmt: skip
-LEAVE_US = 0.028  # of a cut tile, by its other side: its sums go to memory
-GATHER_US = 0.0047  # for each part of it: its sums come back
-SUMS_PER_US = 3e6  # bytes, of all parts at a time
+LEAVE_US = 0.0067  # of a cut tile, by its other side: its sums go to memory
+GATHER_US = 0.0021  # for each part of it: its sums come back
+SUMS_PER_US = 3.9e6  # bytes, of all parts at a time
+BYTES_PER_US = 3.9e6
 MOST_SPLITS = 12
 MOST_ROUNDS = 2  # of parts
 FEWEST_STEPS = 4  # of a part
@@ -101,10 +110,11 @@ def work(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> Work:
 def hopper_us(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> float:
     plan = work(product, tiles, dtype, gpu)
     computing = plan.longest * STEP_US[tiles.rows, tiles.columns]
+    us = _us(computing, _bytes(product, dtype) / BYTES_PER_US)
     if plan.cut:
-        computing += (LEAVE_US + plan.splits * GATHER_US) * tiles.other_side
-        computing += plan.parts * 4 * tiles.sums / SUMS_PER_US
-    return BASE_US + max(computing, _bytes(product, dtype) / BYTES_PER_US)
+        us += (LEAVE_US + plan.splits * GATHER_US) * tiles.other_side
+        us += plan.parts * 4 * tiles.sums / SUMS_PER_US
+    return us
 
 
 def hopper_tiles(
@@ -136,6 +146,7 @@ def _splits(product: Product, shape: tuple[int, int], gpu: Gpu) -> list[int]:
 MOST_ROWS = 64
 STRIP = 64  # columns of b that a program multiplies
 STRIP_DEPTH = 128
+STRIP_BYTES_PER_US = 4.2e6
 STAGES = (6, 4, 3)  # the first for one program of an SM, the others for two or more
 
 
@@ -170,18 +181,23 @@ def stages(product: Product, gpu: Gpu) -> list[tuple[int]]:
 
 
 def skinny_us(product: Product, dtype: torch.dtype) -> float:
-    return BASE_US + _bytes(product, dtype) / BYTES_PER_US
+    return _us(0, _bytes(product, dtype) / STRIP_BYTES_PER_US)
 
 
 # --- others --------------------------------------------------------------------------------------
 
 
-def any_us(product: Product, dtype: torch.dtype, gpu: Gpu) -> float:
-    """Of somebody whose tiles nobody knows: the roofs alone."""
-    filled = replace(product, n=max(product.n, 1), m=max(product.m, 1))
-    steps = filled.count * programs(filled.m, SIDE) * filled.n / 256 * filled.k / depth(dtype)
-    computing = steps / gpu.sm_count * STEP_US[SIDE, 256]
-    return BASE_US + max(computing, _bytes(product, dtype) / BYTES_PER_US)
+# floating-point operations of an SM in a microsecond, and bytes of all
+RATES = {"torch": (6.9e6, 4.3e6), "triton": (5.6e6, 3.4e6)}
+
+
+def any_us(backend: str, product: Product, dtype: torch.dtype, gpu: Gpu) -> float:
+    """Of somebody whose tiles are not looked at: the roofs alone, with tiles of 64 rows."""
+    flops, moved = RATES[backend]
+    products = max(product.m, 64) * product.n * product.k * product.count
+    if dtype not in HALVES:
+        products *= 2  # as tf32
+    return _us(2 * products / flops / gpu.sm_count, _bytes(product, dtype) / moved)
 
 
 def _bytes(product: Product, dtype: torch.dtype) -> float:

@@ -1,8 +1,8 @@
 """Which route a matmul takes: ours for Hopper, ours for few rows, the portable one, or cuBLAS.
 
-A tuned GPU has a table of measured times (`tuned`), of which the nearest shape's is carried over by
-the model of `launches`; on any other GPU the rules of `_rule` speak. Every backend asks here why it
-should yield to one further down.
+A tuned GPU has a table of measured times (`tuned`), of which those of near shapes are carried over
+by the model of `launches`; on any other GPU the rules of `_rule` speak. Every backend asks here why
+it should yield to one further down.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _expected(gpu: Gpu, choice: Choice, product: Product, dtype: torch.dtype) ->
         return launches.hopper_us(product, tiles, dtype, gpu)
     if choice.backend == "skinny":
         return launches.skinny_us(product, dtype)
-    return launches.any_us(product, dtype, gpu)
+    return launches.any_us(choice.backend, product, dtype, gpu)
 
 
 def place(
