@@ -271,7 +271,10 @@ class Matrices:
 
     def __init__(self, how: Any, tensor: torch.Tensor) -> None:
         assert tensor.dtype == how.dtype
-        self.block, self.dtype = how.block, SimpleNamespace(primitive_bitwidth=16)
+        self.block, self.dtype = (
+            how.block,
+            SimpleNamespace(primitive_bitwidth=8 * how.dtype.itemsize),
+        )
         # of the whole storage: a descriptor that reaches beyond it raises
         self.values = torch.as_strided(tensor, how.shape, how.strides)
 
@@ -328,11 +331,17 @@ def block(machine: Machine, where: Any, how: Any, *matrices: Any) -> None:
     kernels: Any = hopper_kernels
     c, *operands = matrices
     loaded: list[dict[Any, torch.Tensor]] = []  # step by step
+    expected: list[int] = []  # bytes of a step
+    order = itertools.cycle(range(how.STAGES))
 
-    def load(matrix: Matrices, at: list[int], full: Any, place: tuple[str, int]) -> None:
+    def load(
+        matrix: Matrices, at: list[int], full: tuple[str, int], place: tuple[str, int]
+    ) -> None:
         name, slot = place
         if name == "a" and slot % how.WORKERS == 0:
             loaded.append({})
+            assert full == ("full", next(order))  # one place after another
+        assert full[1] == (slot // how.WORKERS if name == "a" else slot)
         loaded[-1][name, slot % how.WORKERS if name == "a" else 0] = matrix.read(at)
 
     def multiply(first: int, last: int, slot: int, phase: int, *rest: Any) -> Any:
@@ -353,9 +362,14 @@ def block(machine: Machine, where: Any, how: Any, *matrices: Any) -> None:
     rings.c = SimpleNamespace(index=places.__getitem__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "tma_load", load)
+        barriers = SimpleNamespace(
+            wait=lambda *_: None, expect=lambda _, size: expected.append(size)
+        )
+        patch.setattr(kernels, "mbarrier", barriers)
         patch.setattr(kernels, "tma_store", lambda desc, at, tile: desc.write(at, tile.values))
         patch.setattr(kernels, "_multiply", multiply)
         kernels._produce(*operands, where, rings, how)
+        assert expected == [sum(tile.nbytes for tile in step.values()) for step in loaded]
         for which in range(how.WORKERS):
             steps = iter(loaded)
             kernels._consume(which, c, 0, 0, where, rings, how)
@@ -402,6 +416,20 @@ def test_odd_rows_of_a_pitch_are_right(pretended: Machine) -> None:
         assert torch.equal(found, (a.float() @ b.float()).to(BFLOAT))
 
 
+@pytest.mark.parametrize("on", ["h100", "h200"])
+def test_shared_memory_holds_the_rings(on: str) -> None:
+    target = gpu.pretend(on)
+    kinds = ((BFLOAT, None), (BFLOAT, SINGLE), (SINGLE, None))
+    for shape, (dtype, out_dtype) in itertools.product(SHAPES, kinds):
+        args = call(300, 2568, 4104, dtype=dtype, out_dtype=out_dtype, precision="tf32")
+        _, how, *_ = requested(args, target, Tiles(*shape))
+        stage = how.DEPTH * (how.WORKERS * how.SHARE + how.COLUMNS + how.REST) * dtype.itemsize
+        places = 2 * how.WORKERS * how.SHARE * how.PART * (out_dtype or dtype).itemsize
+        used = how.STAGES * stage + places + gluon_impl.RESERVED
+        assert how.STAGES >= 4
+        assert used <= target.shared_per_block
+
+
 # --- launch choices ------------------------------------------------------------------------------
 
 
@@ -432,9 +460,8 @@ def test_work_is_what_the_model_counts(on: str, dtype: torch.dtype) -> None:
         ((512, 6144, 4096), 192, False),  # one wave, where 256 columns leave SMs without work
         ((4096, 4096, 4096), 256, False),
         ((1024, 1024, 1024), 64, False),  # few tiles: narrow ones, for more SMs
-        ((512, 10240, 8192), 160, False),  # nearly two waves
+        ((512, 10240, 8192), None, True),
         ((512, 11264, 16384), None, True),  # a few tiles more than whole waves
-        ((16, 4096, 4096), 128, True),
     ],
 )
 def test_tiles_of_an_h200(sizes: tuple[int, int, int], columns: int | None, is_cut: bool) -> None:
@@ -461,5 +488,11 @@ def test_the_model_grows_with_the_work() -> None:
     assert us(512, wave + 256, 4096) > 1.5 * us(512, wave, 4096)
     assert us(512, 2 * wave, 4096) < 1.1 * us(512, wave + 256, 4096)  # as many, but more bytes
     for few in (1, 64):
-        skinny = launches.skinny_us(product(few, 4096, 4096), BFLOAT)
+        skinny = launches.skinny_us(product(few, 4096, 4096), BFLOAT, H200)
         assert skinny <= us(few, 4096, 4096)
+
+
+def test_what_was_not_measured_is_chosen_by_a_table_alone() -> None:
+    for m, n in itertools.product((1, 16, 40, 64, 512), (4096, 4608, 10_240)):
+        found = launches.hopper_tiles(product(m, n, 4096), BFLOAT, H200)
+        assert (found.rows, found.columns) not in launches.UNMEASURED

@@ -57,6 +57,19 @@ def test_strips_fit_their_gpu(on: gpu.Gpu) -> None:
             assert found.splits == 1 or strips * found.splits <= 2 * on.sm_count
 
 
+def test_the_model_knows_idle_sms() -> None:
+    """Six stages are for one program of an SM: with 67 strips that leaves half of them idle."""
+
+    def us(n: int, stages: int) -> float:
+        return launches.skinny_us(product(1, n, 4096), BFLOAT, H200, stages)
+
+    assert us(67 * 64, 4) < us(67 * 64, 6)
+    assert us(64 * 64, 6) <= us(64 * 64, 4)
+    for n in range(64, 40_000, 64):  # the rule is never far off
+        own = launches.skinny_us(product(1, n, 4096), BFLOAT, H200)
+        assert own <= 1.1 * min(us(n, stages) for stages in launches.STAGES)
+
+
 def test_deep_products_of_few_columns_are_split() -> None:
     assert launches.strips(product(16, 4096, 4096), H200).splits > 1
     assert launches.strips(product(16, 64, 128), H200).splits == 1
@@ -333,9 +346,16 @@ def test_a_decision_is_made_once_for_a_layout(monkeypatch: pytest.MonkeyPatch) -
     for how in ({"a": "columns"}, {"dtype": HALF}, {"deterministic": True}):
         chosen(H200, 8192, 4096, 4096, **how)
     assert len(made) == 4
+    a, b, *rest = call(8192, 4096, 4096)
+    shifted = torch.empty(8192 * 4096 + 1, dtype=BFLOAT, device="meta")[1:].view(8192, 4096)
+    assert dispatch.choose(op.OP, (shifted, b, *rest), gpu=H200).backend.name == "torch"
+    assert len(made) == 5
+    twin = replace(H200, memory_bytes=H200.memory_bytes // 2)  # with the same table
+    assert dispatch.choose(op.OP, (a, b, *rest), gpu=twin).backend.name == "torch"
+    assert len(made) == 6
     tuned.reset()  # another table
     assert chosen(H200, 8192, 4096, 4096) == "torch"
-    assert len(made) == 5
+    assert len(made) == 7
     monkeypatch.setattr(routes, "MOST_DECIDED", 4)
     chosen(H200, 8192, 4096, 8192)
     assert len(routes._decided) == 1

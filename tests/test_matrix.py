@@ -23,6 +23,7 @@ from tilewright import dispatch, gpu, library, matrix
 from tilewright.cli import app
 from tilewright.matrix import Built, Ledger, Wanted, reach, tables
 from tilewright.ops import every_op, registry
+from tilewright.ops.matmul import launches
 from tilewright.toolkit import nvrtc, recording
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -83,6 +84,19 @@ def test_every_backend_of_both_passes_on_every_sm(everything: list[Wanted]) -> N
                 there = (op.name, backend.name, sm) in found or asks(op.name, backend.name, sm)
                 assert there == wanted, (op.name, backend.name, sm)
     assert matrix.SMS == tuple(gpu.ARCHS)
+
+
+def test_every_launch_that_a_table_may_name_is_compiled() -> None:
+    public = every_op()["matmul"]
+    found = list(reach._of_op(public, reach._calls(public), gpu.pretend("sm_90")))
+    how = [dict((*w.request.constants, *w.request.options)) for w in found if w.op == "matmul"]
+    sides = {
+        (h["WORKERS"] * h["SHARE"], h["COLUMNS"] + h["REST"])[:: 1 if h["C_BY_ROWS"] else -1]
+        for h in how
+        if "WORKERS" in h
+    }
+    assert sides == set(launches.STEP_US)
+    assert {h["num_stages"] for h in how if "EVEN_K" in h} == set(launches.STAGES)
 
 
 def test_every_registered_op_is_reached(everything: list[Wanted]) -> None:

@@ -139,7 +139,7 @@ def _of_call(
         with recording.recording() as requests:
             dispatch.load(backend.entry)(gpu, *args)
             of_tables = dispatch.launches(op, backend.name, args, gpu)
-            for choice in of_tables if dtype == torch.bfloat16 else ():
+            for choice in of_tables if dtype != torch.float16 else ():
                 with tuned.forcing(choice):
                     dispatch.load(backend.entry)(gpu, *args)
         for request in requests:

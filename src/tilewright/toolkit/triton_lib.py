@@ -85,7 +85,7 @@ def load_rows(x_ptr, row, column, row_count, n, inner, outer, step, VEC: tl.cons
 
 
 @triton.jit
-def inside(first, size, BLOCK: tl.constexpr, VEC: tl.constexpr):
+def indices_inside(first, size, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """Indices of a tile, of which those beyond the end are 0: what they read is never stored.
 
     Then no load along them has a mask. VEC: so many lie side by side, and none of them beyond.

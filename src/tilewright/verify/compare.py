@@ -255,23 +255,32 @@ def _truths(
     ]
 
 
+def misbehaved(
+    op: Op, before: Sequence[Any], args: Args, got: Sequence[torch.Tensor], guard: memory.Guard
+) -> str:
+    """What a call did beside computing: wrote elsewhere, or returned what was not declared."""
+    faults = guard.faults()
+    if faults:
+        return faults[0]
+    spoiled = changed(op.arguments, before, args)
+    if spoiled:
+        return f"argument {spoiled[0]} was changed"
+    expected = as_tuple(op.outputs(*on_meta(args)))
+    for o, e in zip(got, expected, strict=True):
+        if (o.dtype, o.shape, _real_strides(o)) != (e.dtype, e.shape, _real_strides(e)):
+            return f"output is {o.dtype} {o.stride()}, declared {e.dtype} {e.stride()}"
+    return ""
+
+
 @judged
 def forward(op: Op, args: Args, backend: str, *, interpreted: bool) -> tuple[Verdict, Any]:
     """Run the op in poisoned memory and judge every output. Returns the outputs too."""
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     with memory.guarded() as guard, torch.no_grad():
         got = as_tuple(call(op, args, backend))
-    faults = guard.faults()
-    if faults:
-        return Verdict(message=faults[0]), got
-    spoiled = changed(op.arguments, before, args)
-    if spoiled:
-        return Verdict(message=f"argument {spoiled[0]} was changed"), got
-    expected = as_tuple(op.outputs(*on_meta(args)))
-    for o, e in zip(got, expected, strict=True):
-        if (o.dtype, o.shape, _real_strides(o)) != (e.dtype, e.shape, _real_strides(e)):
-            message = f"output is {o.dtype} {o.stride()}, declared {e.dtype} {e.stride()}"
-            return Verdict(message=message), got
+    wrong = misbehaved(op, before, args, got, guard)
+    if wrong:
+        return Verdict(message=wrong), got
     if got[0].is_cuda:
         # the first makes the plan, the second takes the short way, the third the launch it left
         ways = ("dispatcher", "short way", "ready launch")
@@ -310,11 +319,12 @@ def launched(
             made = dispatch.prepare(op, args, choice.backend)
             return as_tuple(made(*args, choice.backend))
 
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     with memory.guarded() as guard:
         got = run()
-    faults = guard.faults()
-    if faults:
-        return Verdict(message=faults[0]), got
+    wrong = misbehaved(op, before, args, got, guard)
+    if wrong:
+        return Verdict(message=wrong), got
     verdict = Verdict()
     for ours, (what, wanted, bound) in zip(got, truths, strict=True):
         verdict = verdict.worst(within(ours, wanted, bound, what))

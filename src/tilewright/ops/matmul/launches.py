@@ -38,6 +38,7 @@ STEP_US = {
     (16, 128): 0.19, (32, 128): 0.21, (64, 128): 0.24,
     (128, 256): 0.58, (128, 192): 0.45, (128, 160): 0.375, (128, 128): 0.3, (128, 64): 0.24,
 }  # fmt: skip
+UNMEASURED = [shape for shape in STEP_US if shape[0] < SIDE or shape[1] == 160]  # `tune` tries them
 LEAVE_US = 0.0067  # of a cut tile, by its other side: its sums go to memory
 GATHER_US = 0.0021  # for each part of it: its sums come back
 SUMS_PER_US = 3.9e6  # bytes, of all parts at a time
@@ -120,8 +121,9 @@ def hopper_us(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> f
 def hopper_tiles(
     product: Product, dtype: torch.dtype, gpu: Gpu, rows: int = 0, columns: int = 0
 ) -> Tiles:
-    """The quickest by the model: of all that suit, or of the one given; fewer parts if in doubt."""
-    shapes = [(rows, columns)] if rows else suitable(product)
+    """The quickest by the model: the one given, or of those that suit and were measured; fewer
+    parts if in doubt."""
+    shapes = [(rows, columns)] if rows else [s for s in suitable(product) if s not in UNMEASURED]
     found = [Tiles(*shape, splits) for shape in shapes for splits in _splits(product, shape, gpu)]
     return min(found, key=lambda tiles: hopper_us(product, tiles, dtype, gpu))
 
@@ -146,7 +148,8 @@ def _splits(product: Product, shape: tuple[int, int], gpu: Gpu) -> list[int]:
 MOST_ROWS = 64
 STRIP = 64  # columns of b that a program multiplies
 STRIP_DEPTH = 128
-STRIP_BYTES_PER_US = 4.2e6
+STRIP_BYTES_PER_US = 4.6e6
+STRIP_STEP_US, STRIP_ROW_US = 0.2, 0.002  # of a step, and more for each row of a tile
 STAGES = (6, 4, 3)  # the first for one program of an SM, the others for two or more
 
 
@@ -180,8 +183,12 @@ def stages(product: Product, gpu: Gpu) -> list[tuple[int]]:
     return [(some,) for some in STAGES if strips(product, gpu, some).stages == some]
 
 
-def skinny_us(product: Product, dtype: torch.dtype) -> float:
-    return _us(0, _bytes(product, dtype) / STRIP_BYTES_PER_US)
+def skinny_us(product: Product, dtype: torch.dtype, gpu: Gpu, stages: int = 0) -> float:
+    found, steps = strips(product, gpu, stages), programs(product.k, STRIP_DEPTH)
+    busiest = programs(programs(product.n, STRIP) * found.splits, gpu.sm_count)  # programs of an SM
+    longest = busiest * programs(steps, found.splits)
+    reading = longest * (STRIP_STEP_US + STRIP_ROW_US * found.rows)
+    return _us(reading, _bytes(product, dtype) / STRIP_BYTES_PER_US)
 
 
 # --- others --------------------------------------------------------------------------------------

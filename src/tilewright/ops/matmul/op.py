@@ -236,6 +236,12 @@ def _plans() -> Iterator[Case]:
         for a, b in itertools.product(("row", "column"), repeat=2):
             dims = {"shape": (m, k), "n": n, "a": a, "b": b}
             yield Case(f"{name}-{a}-{b}", dims, "plan")
+    few = {"shape": (16, 2056), "n": 136, "b": "column"}
+    for m in (16, 24, 40):  # of tiles that are turned
+        for a, b in itertools.product(("row", "column"), repeat=2):
+            yield Case(f"few-{m}-{a}-{b}", {**few, "shape": (m, 2056), "a": a, "b": b}, "plan")
+    yield Case("few-tf32", {**few, "precision": "tf32"}, "plan")
+    yield Case("few-to-float32", {**few, "out_dtype": torch.float32}, "plan")
     dims = {"shape": (300, 4104), "n": 2568, "b": "column"}
     yield Case("wide-cut-tf32", {**dims, "precision": "tf32"}, "plan")
     yield Case("wide-cut-to-float32", {**dims, "out_dtype": torch.float32}, "plan")
@@ -284,7 +290,8 @@ CASES = (*_edges(), *_plans(), *_by_model(), *_sweep())
 # One case of each tile and of most kinds of operands; the first in every dtype.
 COMPILED = (
     *("nn", "nt", "tn", "tt", "rows-16", "deep", "tf32", "few-rows-tf32", "to-float32"),
-    *("4096 NN", "Llama-3-8B qkv, 512 tokens", "4096 NN tf32"),
+    *("4096 NN", "Llama-3-8B qkv, 512 tokens", "4096 NN tf32", "wide-cut-row-column"),
+    *("few-16-row-column", "few-16-column-row", "few-40-row-column", "few-tf32"),
 )
 
 

@@ -20,7 +20,7 @@ from tilewright.ops.matmul import launches
 from tilewright.ops.matmul.launches import HALVES
 from tilewright.spec import Args, Choice, on_meta
 from tilewright.toolkit.matmul_call import Product, seen
-from tilewright.tuned.file import Table
+from tilewright.toolkit.rows import VECTOR_BYTES
 
 NAME = "matmul"
 HERE = "tilewright.ops.matmul"
@@ -30,7 +30,7 @@ MOST_DECIDED = 4096
 MUCH = 2**33  # products of a tf32 call: 2048 x 2048 x 2048 was the smallest that was measured
 
 # what a call's layout was told, by which table: every backend asks when a shape is new
-_decided: dict[Any, tuple[Table, tuned.Decision | None]] = {}
+_decided: dict[Any, tuple[object, tuned.Decision | None]] = {}
 
 
 def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
@@ -64,7 +64,7 @@ def _expected(gpu: Gpu, choice: Choice, product: Product, dtype: torch.dtype) ->
         tiles = launches.hopper_tiles(product, dtype, gpu, *choice.launch)
         return launches.hopper_us(product, tiles, dtype, gpu)
     if choice.backend == "skinny":
-        return launches.skinny_us(product, dtype)
+        return launches.skinny_us(product, dtype, gpu, *choice.launch)
     return launches.any_us(choice.backend, product, dtype, gpu)
 
 
@@ -101,7 +101,7 @@ def decision(gpu: Gpu, args: Args) -> tuned.Decision | None:
     table = tuned.table(gpu, NAME)
     if table is None:
         return None
-    layouts = ((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in args[:2])
+    layouts = ((x.shape, x.stride(), x.dtype, x.data_ptr() % VECTOR_BYTES) for x in args[:2])
     key = (gpu, *layouts, args[2:])
     known = _decided.get(key)
     if known is None or known[0] is not table:

@@ -24,7 +24,7 @@ from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import bind, is_interpreted, programs
 from tilewright.toolkit.matmul_call import Product, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
-from tilewright.toolkit.triton_lib import inside
+from tilewright.toolkit.triton_lib import indices_inside
 
 SIZES = [
     "m", "n_vectors", "k_vectors", "a_pitch", "b_pitch", "steps", "splits",
@@ -55,7 +55,7 @@ def _few_rows(
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * steps // splits, (split + 1) * steps // splits
     row, column = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_column = inside(tile * BLOCK_N, n, BLOCK_N, VEC if B_BY_ROWS else 1)
+    b_column = indices_inside(tile * BLOCK_N, n, BLOCK_N, VEC if B_BY_ROWS else 1)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(first, last):

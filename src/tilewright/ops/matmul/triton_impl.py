@@ -34,7 +34,7 @@ from tilewright.toolkit.matmul_call import (
     too_long,
     vector,
 )
-from tilewright.toolkit.triton_lib import inside
+from tilewright.toolkit.triton_lib import indices_inside
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def _matmul(
     end = tl.minimum(k_units, (part + 1) * steps * (BLOCK_K // VEC_K)) * VEC_K
     outer, within = (number // inner).to(tl.int64), (number % inner).to(tl.int64)
 
-    i = inside(tile_m * BLOCK_M, m, BLOCK_M, VEC if A == "columns" else 1)
-    j = inside(tile_n * BLOCK_N, n, BLOCK_N, VEC if B == "rows" else 1)
+    i = indices_inside(tile_m * BLOCK_M, m, BLOCK_M, VEC if A == "columns" else 1)
+    j = indices_inside(tile_n * BLOCK_N, n, BLOCK_N, VEC if B == "rows" else 1)
     depth = tl.arange(0, BLOCK_K)
     a_ptr += (outer * a_outer + within * a_inner) * VEC
     b_ptr += (outer * b_outer + within * b_inner) * VEC
