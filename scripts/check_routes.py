@@ -56,7 +56,7 @@ def held(job: Job, on: gpu.Gpu, tools: Any) -> dict[str, Any]:
     """One cell: everybody's time, and the table's decision among them."""
     meta = job.meta()
     decision = tuned.decide(on, job.op.name, job.place(meta), job.expected(on, meta))
-    assert decision is not None, "there is no table of this GPU"
+    assert decision is not None
     found = measure(job, tools)
     times = {str(choice): timed.us for choice, timed in found.bucket.times.items()}
     chosen, best = str(decision.choice), min(times, key=lambda name: times[name])
@@ -80,8 +80,11 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    on = gpu.detect()
-    assert on is not None, "this needs a GPU"
+    on = gpu.detect() if torch.cuda.is_available() else None
+    if on is None:
+        parser.error("torch sees no GPU here, and routes are held against times on one.")
+    if tuned.table(on, "matmul") is None:  # before the record is written over
+        parser.error(f"there is no table of {on.name}; `tilewright tune matmul` makes one.")
     op, tools = registry()["matmul"], instruments(on, given.seed)
     rows = []
     with given.record.open("w", encoding="utf-8") as record:

@@ -162,6 +162,10 @@ MISUNDERSTOOD = {
     "no such dtype": ("explain relu --dtype float99", ("--dtype", "float99")),
     "a dtype no kernel takes": ("explain relu --dtype int32", ("int32", "float16")),
     "no such GPU": ("explain relu --gpu rtx9999", ("rtx9999", "h100", "sm_90")),
+    "a check for ops with tables": (
+        "verify relu --device cpu --only launches",
+        ("--only is launches", "relu"),
+    ),
     "no such backend to explain": ("explain relu --backend tritn", ("tritn", "'triton'")),
     "a shape that is none": ("explain relu --shape 4,x", ("--shape", "4,x")),
     "a negative size": ("explain relu --shape 4,-1", ("--shape", "-1")),

@@ -134,6 +134,9 @@ def verify(
         fail(f"verify: {', '.join(ops or ())} has no kernel that runs on {device} yet.", 1)
     if not steps and case and backend in names:
         fail(f"verify: no op with the case {case!r} has the backend {backend!r}; leave one out.")
+    if not steps and backend in (None, *names):
+        checks, named = ", ".join(only or ()), ", ".join(ops or ())
+        fail(f"verify: --only is {checks}, which {named or 'no op'} has not; leave it out.")
     if not steps:
         fail(f"verify: --backend is {backend!r}; on {device} it must be one of {', '.join(names)}.")
     cores = 1 if device == "cuda" else os.cpu_count() or 1

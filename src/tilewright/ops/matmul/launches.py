@@ -17,7 +17,6 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit.launch import programs
 from tilewright.toolkit.matmul_call import Product
 
-HALVES = (torch.float16, torch.bfloat16)
 BASE_US = 4.3  # launch, first tiles, last results
 HEAT, HEAT_US = 0.38, 95.0  # so much slower in the end, and half of it after so long
 
@@ -202,8 +201,7 @@ def any_us(backend: str, product: Product, dtype: torch.dtype, gpu: Gpu) -> floa
     """Of somebody whose tiles are not looked at: the roofs alone, with tiles of 64 rows."""
     flops, moved = RATES[backend]
     products = max(product.m, 64) * product.n * product.k * product.count
-    if dtype not in HALVES:
-        products *= 2  # as tf32
+    products *= dtype.itemsize // 2  # of tf32 half as many are multiplied at a time
     return _us(2 * products / flops / gpu.sm_count, _bytes(product, dtype) / moved)
 
 

@@ -15,16 +15,15 @@ import torch
 
 from tilewright import dispatch, tuned
 from tilewright.gpu import Gpu
-from tilewright.multiplying import factors_of_da, factors_of_db
+from tilewright.multiplying import HALVES, factors_of_da, factors_of_db
 from tilewright.ops.matmul import launches
-from tilewright.ops.matmul.launches import HALVES
 from tilewright.spec import Args, Choice, on_meta
 from tilewright.toolkit.matmul_call import Product, seen
 from tilewright.toolkit.rows import VECTOR_BYTES
 
 NAME = "matmul"
 HERE = "tilewright.ops.matmul"
-FEW = "a has {} rows; so few it multiplies where a table says that it is quicker"
+FEW = "a has {} rows; it multiplies so few only where a table says that it is quicker"
 MEASURED = 90  # the SM whose GPUs the rules without a table are for
 MOST_DECIDED = 4096
 MUCH = 2**33  # products of a tf32 call: 2048 x 2048 x 2048 was the smallest that was measured
