@@ -204,7 +204,8 @@ def prepare(op: Op, args: Args, backend: str | None) -> Callable[..., Any]:
     choice = choose(op, args, backend=backend)
     entry = load(choice.backend.entry)
     if choice.backend.technology == "torch":
-        return _by_torch(op, args, entry)
+        direct = choice.backend.direct and load(choice.backend.direct)(*args)
+        return direct or _by_torch(op, args, entry)
     run: Callable[..., Any] = entry(choice.gpu, *args)
     return run
 

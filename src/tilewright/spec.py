@@ -68,6 +68,9 @@ class Backend:
     yields: str | None = None
     """As `limits`: (gpu, *args) -> None, or why a backend further down is quicker for this call. It
     is heeded unless the backend is asked for by name."""
+    direct: str | None = None
+    """Of torch, as `entry`: (*args) -> what runs such calls with no step of ours between, or None.
+    The op has a rule for autocast, and torch's result the strides that are declared."""
     max_size: int = 2**31 - 2**16
     """The longest dim and the most rows it takes: kernels number both in 32 bits."""
     flattens: bool = False  # contiguous tensors are one row, whose length is a 64-bit number

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from tilewright.multiplying import Factors, factors_of_da, factors_of_db, torch_multiplies
+from tilewright.multiplying import (
+    HALVES,
+    Factors,
+    factors_of_da,
+    factors_of_db,
+    torch_multiplies,
+)
 
 Tensor = torch.Tensor
 
@@ -27,6 +33,16 @@ def matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, precision: str, 
         return torch.mm(a, b, out_dtype=out)
     # tf32 holds every half: these products are exact, on tensor cores
     return _in_float32(a.float(), b.float(), "tf32").to(out)
+
+
+def direct(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, *_: Any) -> Any:
+    """`run(a, b)` of halves on a GPU, where torch's own function is all of `matmul`. Over a stack
+    of matrices b torch may return a result that lies by columns."""
+    halves = a.dtype in HALVES and out_dtype in (None, a.dtype)
+    if not (a.is_cuda and halves and a.dim() >= 2 and b.dim() == 2):
+        return None
+    multiply = torch.mm if a.dim() == 2 else torch.matmul
+    return lambda a, b, *_: multiply(a, b)
 
 
 def _in_float32(a: Tensor, b: Tensor, precision: str) -> Tensor:
