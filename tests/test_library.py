@@ -1269,3 +1269,55 @@ def test_a_weight_that_a_transform_wraps_has_no_address(path: str) -> None:
     got = torch.func.functionalize(lambda w: tilewright.rms_norm(x, N, w))(w)
     assert torch.equal(got, wanted)
     assert PLAN_RUNS["rms_norm"] == before
+
+
+@pytest.mark.parametrize("path", ["shortcut"], indirect=True)
+def test_a_call_of_two_tensors_leaves_what_is_ready(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third call is served without a look at its layout; other calls are looked at."""
+    x, w = torch.randn(6, N), torch.randn(N)
+    wanted = warm(lambda: tilewright.rms_norm(x, N, w))
+
+    class Looked(Exception): ...
+
+    def look(tensor: Any) -> Any:
+        raise Looked
+
+    monkeypatch.setattr(library, "layout_key", look)
+    before = PLAN_RUNS["rms_norm"]
+    assert torch.equal(tilewright.rms_norm(x, N, w), wanted)
+    assert PLAN_RUNS["rms_norm"] == before + 1
+    room = torch.randn(6 * N + 1)
+    others = [
+        (torch.randn(N, 6).t(), w),
+        (room[1:].view(6, N), w),
+        (x, room[1 : N + 1]),
+        (x, torch.randn(2 * N)[::2]),
+        (x, torch.nn.Parameter(w)),
+        (x.double(), w.double()),
+    ]
+    for other, weight in others:
+        with pytest.raises(Looked):
+            tilewright.rms_norm(other, N, weight)
+    with torch.inference_mode(), pytest.raises(Looked):
+        tilewright.rms_norm(x, N, w)
+    with pytest.raises(Looked):
+        tilewright.rms_norm(x, N, w, eps=1e-3)
+    assert PLAN_RUNS["rms_norm"] == before + 1
+
+
+@pytest.mark.parametrize("path", ["shortcut"], indirect=True)
+def test_what_two_tensors_left_minds_gradients(path: str) -> None:
+    x, w = torch.randn(6, N, requires_grad=True), torch.randn(N)
+    with torch.no_grad():
+        assert not warm(lambda: tilewright.rms_norm(x, N, w)).requires_grad
+    assert tilewright.rms_norm(x, N, w).requires_grad
+    for _ in range(2 * library.TURNS):  # until the slot is theirs
+        y = tilewright.rms_norm(x, N, w)
+    assert y.requires_grad
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    (wanted,) = torch.autograd.grad(F.rms_norm(x, (N,), w, 1e-6).sum(), x)
+    torch.testing.assert_close(grad, wanted)
+    with torch.no_grad():
+        assert not tilewright.rms_norm(x, N, w).requires_grad

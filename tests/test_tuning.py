@@ -337,6 +337,32 @@ def test_the_incumbent_stays_unless_it_is_beaten_clearly() -> None:
     assert measured({**near, WIDE: 9.6}, before).bucket.choice == WIDE
 
 
+@pytest.mark.parametrize(("again", "winner"), [(10.2, NARROW), (12.4, WIDE)])
+def test_the_incumbent_is_beaten_twice_or_not_at_all(again: float, winner: Choice) -> None:
+    """It was slow once. Its number of old must not speak against it then, as 10.2 would not."""
+    before = measured({WIDE: 10.5, NARROW: 10.2, TORCH: 15.0}).bucket
+
+    class Clock(fake_bench.Clock):
+        rounds = 0
+
+        def graph(self, calls: Any, rounds: int, check: Any) -> Any:
+            us = {WIDE: 9.9, NARROW: again if self.rounds else 12.4, TORCH: 15.0}
+            self.rounds += 1
+            told = fake_bench.Clock({str(choice): time for choice, time in us.items()})
+            return told.graph(calls, rounds, check)
+
+    clock = Clock({})
+    found = measure.measure(JOB, replace(tools(), clock=clock), before).bucket
+    assert (found.choice, clock.rounds) == (winner, 2)
+    assert found.times[NARROW].us == min(again, 12.4)
+
+
+def test_old_numbers_do_not_speak_against_the_winner() -> None:
+    before = measured({WIDE: 11.0, NARROW: 10.2, TORCH: 15.0}).bucket
+    found = measured({WIDE: 9.7, NARROW: 10.0, TORCH: 15.0}, before).bucket  # 10.2 would stay
+    assert (found.choice, found.times[NARROW].us) == (NARROW, 10.0)
+
+
 # --- a call finds its bucket ---------------------------------------------------------------------
 
 

@@ -322,8 +322,8 @@ def _tiny(dtype: torch.dtype) -> float:
 class Choice(NamedTuple):
     """One way to serve a call, as `tune` measures it: a backend, and its launch in its own words.
 
-    >>> str(Choice("gluon", (128, 256))), Choice.of("torch")
-    ('gluon:128x256', Choice(backend='torch', launch=()))
+    >>> str(Choice("triton", (128, 64))), Choice.of("torch")
+    ('triton:128x64', Choice(backend='torch', launch=()))
     """
 
     backend: str

@@ -48,11 +48,6 @@ class Operand:
         """From a row to the next, or from a column where those lie side by side."""
         return self.row_stride if self.by_rows else self.column_stride
 
-    @property
-    def transposed(self) -> Operand:
-        sizes = self.columns, self.rows, self.column_stride, self.row_stride
-        return Operand(*sizes, self.outer_stride, self.inner_stride)
-
 
 @dataclass(frozen=True)
 class Product:
@@ -74,11 +69,6 @@ class Product:
     @property
     def is_empty(self) -> bool:
         return not math.prod(self.shape)
-
-    @property
-    def transposed(self) -> Product:
-        """C^T = B^T A^T. The result lies as it did: by columns now."""
-        return replace(self, m=self.n, n=self.m, a=self.b.transposed, b=self.a.transposed)
 
 
 def see(a: torch.Tensor, b: torch.Tensor) -> Product | None:

@@ -1,8 +1,8 @@
 """A whole run: bucket after bucket, beside what an earlier run found; written at the end, or not.
 
 A time near the stored one (`tuned.STAY`) leaves the stored number, and the stored winner stays
-unless it is beaten by more. So a second run on the same machine writes the same choices, and mostly
-the same bytes.
+unless it is beaten by more, and that twice. So a second run on the same machine writes the same
+choices, and mostly the same bytes.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from tilewright.gpu import KIB, Gpu
 from tilewright.multiplying import factors_of_da, factors_of_db
 from tilewright.ops.matmul import launches, routes
 from tilewright.ops.matmul.hopper_kernels import _matmul_on_hopper
-from tilewright.ops.matmul.launches import SIDE, WORKERS, Tiles
+from tilewright.ops.matmul.launches import ROWS, WORKERS, Tiles
 from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import Described, bind
 from tilewright.toolkit.matmul_call import Operand, Product, gradients, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
 
-SHARE = SIDE // WORKERS
+SHARE = ROWS // WORKERS
 STORED = 128  # bytes of a row that TMA stores at a time
 RESERVED = 1 * KIB  # of shared memory, for barriers
 GROUP = 16  # tiles of rows side by side, so that they meet in L2
@@ -86,18 +86,14 @@ def _bind(
     gpu: Gpu, product: Product, dtype: torch.dtype, out: torch.dtype, tiles: Tiles
 ) -> Callable[..., None]:
     """`run(c, a, b, b, sums, flags)`; the second b if columns of a tile are no power of two, the
-    last two if tiles are cut. Of tiles that are turned, `run(c, b, a, None, sums, flags)`."""
+    last two if tiles are cut."""
     plan = launches.work(product, tiles, dtype, gpu)
     c = Operand(product.m, product.n, product.n, 1, inner_stride=product.m * product.n)
-    m_tiles, n_tiles = plan.m_tiles, plan.n_tiles
-    if tiles.is_turned:
-        product, c, m_tiles, n_tiles = product.transposed, c.transposed, n_tiles, m_tiles
-    depth, side = launches.depth(dtype), tiles.other_side
-    columns = _power(side)
-    rest = side - columns
+    depth, columns = launches.depth(dtype), _power(tiles.columns)
+    rest = tiles.columns - columns
     part = min(STORED // out.itemsize, rest or columns)
     room = gpu.shared_per_block - RESERVED - 2 * WORKERS * SHARE * part * out.itemsize
-    stages = min(room // (depth * (SIDE + side) * dtype.itemsize), MOST_STAGES)
+    stages = min(room // (depth * (ROWS + tiles.columns) * dtype.itemsize), MOST_STAGES)
     return bind(
         _matmul_on_hopper,
         (plan.blocks,),
@@ -110,13 +106,13 @@ def _bind(
             torch.int32 if plan.cut else None,
         ],
         (
-            product.m, m_tiles, n_tiles, plan.whole, plan.cut, plan.splits, plan.steps, GROUP,
-            int(product.a.inner_stride > 0), int(product.b.inner_stride > 0),
+            product.m, plan.m_tiles, plan.n_tiles, plan.whole, plan.cut, plan.splits, plan.steps,
+            GROUP, int(product.a.inner_stride > 0), int(product.b.inner_stride > 0),
         ),
         {
             "WORKERS": WORKERS, "SHARE": SHARE, "COLUMNS": columns, "REST": rest,
             "DEPTH": depth, "STAGES": stages, "PART": part, "A_BY_ROWS": product.a.by_rows,
-            "B_BY_ROWS": product.b.by_rows, "C_BY_ROWS": c.by_rows, "SPLIT": plan.cut > 0,
+            "B_BY_ROWS": product.b.by_rows, "SPLIT": plan.cut > 0,
             "REGISTERS": REGISTERS, "FEW_REGISTERS": FEW_REGISTERS,
         },
         aligned=True,
@@ -137,19 +133,14 @@ def prepare(
     plan = launches.work(product, tiles, a.dtype, gpu)
     sums, flags = plan.parts * tiles.sums, plan.cut * WORKERS
     room = workspace.per_stream(sums, flags, a.device) if plan.cut else _no_room
-    has_rest = _power(tiles.other_side) < tiles.other_side
+    has_rest = _power(tiles.columns) < tiles.columns
 
     def run(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
         c = new_c()
         kernel(c, a, b, b if has_rest else None, *room())
         return c
 
-    def run_turned(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-        c = new_c()
-        kernel(c, b, a, None, *room())
-        return c
-
-    return run_turned if tiles.is_turned else run
+    return run
 
 
 def _power(size: int) -> int:

@@ -5,8 +5,7 @@ A block computes tiles of WORKERS * SHARE rows and COLUMNS + REST columns, one a
   consumers   four warps each, SHARE rows: products on the tensor cores, sums in registers
 Consumers wait for the producer and never for each other, so one stores its rows while the other
 multiplies: the tensor cores see no end of a tile. Results leave through shared memory by TMA, PART
-columns at a time. Any of the three matrices may lie by rows or by columns: a product of few rows is
-computed as C^T = B^T A^T, whose tiles have a side as narrow as these rows.
+columns at a time.
 
 Tiles that are left over when all blocks have had equally many would keep few blocks busy. They are
 cut along K into `splits` parts, the first parts of all such tiles before the second ones. Each part
@@ -49,7 +48,6 @@ class How:
     PART: gl.constexpr  # columns that are stored at a time
     A_BY_ROWS: gl.constexpr
     B_BY_ROWS: gl.constexpr
-    C_BY_ROWS: gl.constexpr
     SPLIT: gl.constexpr  # there are tiles that blocks share
 
 
@@ -76,7 +74,7 @@ class Rings:
     a: gl.shared_memory_descriptor  # [STAGES * WORKERS, 1, SHARE, DEPTH], or columns first
     b: gl.shared_memory_descriptor  # [STAGES, 1, DEPTH, COLUMNS], or columns first
     rest: gl.shared_memory_descriptor  # the same of REST columns
-    c: gl.shared_memory_descriptor  # [2 * WORKERS, 1, SHARE, PART], or columns first
+    c: gl.shared_memory_descriptor  # [2 * WORKERS, 1, SHARE, PART]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -332,9 +330,9 @@ def _store(parts, matrix, row, column, c_desc, rings, how, WHICH: gl.constexpr):
         place = rings.c.index(WHICH * 2 + j % 2)
         top, left = row + WHICH * how.SHARE, column + j * how.PART
         tma_store_wait(under_way(j))
-        _matrix(place, how.SHARE, how.PART, how.C_BY_ROWS).store(parts[j].to(place.dtype))
+        place.reshape([how.SHARE, how.PART]).store(parts[j].to(place.dtype))
         fence_async_shared()
-        tma_store(c_desc, [matrix, top, left] if how.C_BY_ROWS else [matrix, left, top], place)
+        tma_store(c_desc, [matrix, top, left], place)
 
 
 @gluon.jit
@@ -380,12 +378,10 @@ def _matmul_on_hopper(
     rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked,
     WORKERS: gl.constexpr, SHARE: gl.constexpr, COLUMNS: gl.constexpr, REST: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, A_BY_ROWS: gl.constexpr,
-    B_BY_ROWS: gl.constexpr, C_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr,
-    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
+    B_BY_ROWS: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    FEW_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    how = How(
-        WORKERS, SHARE, COLUMNS, REST, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, C_BY_ROWS, SPLIT
-    )
+    how = How(WORKERS, SHARE, COLUMNS, REST, DEPTH, STAGES, PART, A_BY_ROWS, B_BY_ROWS, SPLIT)
     where = Where(rows, m_tiles, n_tiles, whole, cut, splits, steps, group, a_stacked, b_stacked)
     a, b, c = _ring(a_desc, STAGES * WORKERS), _ring(b_desc, STAGES), _ring(c_desc, 2 * WORKERS)
     rest = _ring(rest_desc, STAGES) if REST > 0 else b

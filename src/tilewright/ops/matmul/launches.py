@@ -17,8 +17,8 @@ from tilewright.gpu import Gpu
 from tilewright.toolkit.launch import programs
 from tilewright.toolkit.matmul_call import Product
 
-BASE_US = 4.3  # launch, first tiles, last results
-HEAT, HEAT_US = 0.38, 95.0  # so much slower in the end, and half of it after so long
+BASE_US = 4.1  # launch, first tiles, last results
+HEAT, HEAT_US = 0.3, 150.0  # so much slower in the end, and half of it after so long
 
 
 def _us(computing: float, moving: float) -> float:
@@ -30,18 +30,13 @@ def _us(computing: float, moving: float) -> float:
 # --- Hopper --------------------------------------------------------------------------------------
 
 WORKERS = 2  # consumers of a block
-SIDE = 128  # of a tile, which its consumers share: rows, or columns where rows are few
-# Microseconds of a step, 128 bytes along K, by (rows, columns) of the tiles that there are; guesses
-# for those of 160 columns and of few rows, which were not measured yet.
-STEP_US = {
-    (16, 128): 0.19, (32, 128): 0.21, (64, 128): 0.24,
-    (128, 256): 0.58, (128, 192): 0.45, (128, 160): 0.375, (128, 128): 0.3, (128, 64): 0.24,
-}  # fmt: skip
-UNMEASURED = [shape for shape in STEP_US if shape[0] < SIDE or shape[1] == 160]  # `tune` tries them
-LEAVE_US = 0.0067  # of a cut tile, by its other side: its sums go to memory
-GATHER_US = 0.0021  # for each part of it: its sums come back
-SUMS_PER_US = 3.9e6  # bytes, of all parts at a time
-BYTES_PER_US = 3.9e6
+ROWS = 128  # of a tile
+# microseconds of a step, 128 bytes along K, by the columns that a tile may have
+STEP_US = {256: 0.62, 192: 0.475, 160: 0.435, 128: 0.32, 64: 0.255}
+LEAVE_US = 0.0068  # for each column of a cut tile: its sums go to memory
+GATHER_US = 0.0026  # for each part of it: its sums come back
+SUMS_PER_US = 3.4e6  # bytes, of all parts at a time
+BYTES_PER_US = 4.3e6
 MOST_SPLITS = 12
 MOST_ROUNDS = 2  # of parts
 FEWEST_STEPS = 4  # of a part
@@ -49,24 +44,14 @@ FEWEST_STEPS = 4  # of a part
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of `hopper_kernels`, and parts along K of those left over."""
+    """Columns of those of `hopper_kernels`, and parts along K of those left over."""
 
-    rows: int
     columns: int
     splits: int = 1
 
     @property
-    def is_turned(self) -> bool:
-        """Computed as C^T = B^T A^T: the columns are the side that consumers share."""
-        return self.rows < SIDE
-
-    @property
-    def other_side(self) -> int:
-        return self.rows if self.is_turned else self.columns
-
-    @property
     def sums(self) -> int:
-        return self.rows * self.columns
+        return ROWS * self.columns
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ def depth(dtype: torch.dtype) -> int:
 
 
 def work(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> Work:
-    m_tiles, n_tiles = programs(product.m, tiles.rows), programs(product.n, tiles.columns)
+    m_tiles, n_tiles = programs(product.m, ROWS), programs(product.n, tiles.columns)
     count, steps = m_tiles * n_tiles * product.count, programs(product.k, depth(dtype))
     splits = min(tiles.splits, steps)
     cut = count % gpu.sm_count if splits > 1 else 0
@@ -109,37 +94,26 @@ def work(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> Work:
 
 def hopper_us(product: Product, tiles: Tiles, dtype: torch.dtype, gpu: Gpu) -> float:
     plan = work(product, tiles, dtype, gpu)
-    computing = plan.longest * STEP_US[tiles.rows, tiles.columns]
+    computing = plan.longest * STEP_US[tiles.columns]
     us = _us(computing, _bytes(product, dtype) / BYTES_PER_US)
     if plan.cut:
-        us += (LEAVE_US + plan.splits * GATHER_US) * tiles.other_side
+        us += (LEAVE_US + plan.splits * GATHER_US) * tiles.columns
         us += plan.parts * 4 * tiles.sums / SUMS_PER_US
     return us
 
 
-def hopper_tiles(
-    product: Product, dtype: torch.dtype, gpu: Gpu, rows: int = 0, columns: int = 0
-) -> Tiles:
-    """The quickest by the model: the one given, or of those that suit and were measured; fewer
-    parts if in doubt."""
-    shapes = [(rows, columns)] if rows else [s for s in suitable(product) if s not in UNMEASURED]
-    found = [Tiles(*shape, splits) for shape in shapes for splits in _splits(product, shape, gpu)]
+def hopper_tiles(product: Product, dtype: torch.dtype, gpu: Gpu, columns: int = 0) -> Tiles:
+    """The quickest by the model, of all or of so many columns; fewer parts if in doubt."""
+    widths = [columns] if columns else list(STEP_US)
+    found = [Tiles(width, splits) for width in widths for splits in _splits(product, width, gpu)]
     return min(found, key=lambda tiles: hopper_us(product, tiles, dtype, gpu))
 
 
-def suitable(product: Product) -> list[tuple[int, int]]:
-    """(rows, columns) of tiles: of few rows that shape which has just enough."""
-    few = min((rows for rows, _ in STEP_US if rows >= product.m), default=SIDE)
-    return [shape for shape in STEP_US if shape[0] in (SIDE, few)]
-
-
-def _splits(product: Product, shape: tuple[int, int], gpu: Gpu) -> list[int]:
+def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
     """Parts that leftover tiles may have, on which all SMs work for a few rounds at most."""
-    left = programs(product.m, shape[0]) * programs(product.n, shape[1]) * product.count
-    left %= gpu.sm_count
-    rounds = MOST_ROUNDS if shape[0] == SIDE else 2 * MOST_ROUNDS  # narrow tiles have few sums
+    left = programs(product.m, ROWS) * programs(product.n, columns) * product.count % gpu.sm_count
     most = min(MOST_SPLITS, product.k // (FEWEST_STEPS * 64))
-    return [1, *(s for s in range(2, most + 1) if left * s <= rounds * gpu.sm_count)]
+    return [1, *(s for s in range(2, most + 1) if left * s <= MOST_ROUNDS * gpu.sm_count)]
 
 
 # --- few rows ------------------------------------------------------------------------------------
@@ -147,9 +121,10 @@ def _splits(product: Product, shape: tuple[int, int], gpu: Gpu) -> list[int]:
 MOST_ROWS = 64
 STRIP = 64  # columns of b that a program multiplies
 STRIP_DEPTH = 128
-STRIP_BYTES_PER_US = 4.6e6
-STRIP_STEP_US, STRIP_ROW_US = 0.2, 0.002  # of a step, and more for each row of a tile
-STAGES = (6, 4, 3)  # the first for one program of an SM, the others for two or more
+STRIP_BASE_US, STRIP_BYTES_PER_US = 3.3, 4.05e6
+STRIP_STEP_US, STRIP_ROW_US = 0.107, 0.0038  # of a step, and more for each row of a tile
+STRIP_GATHER_US = 0.0092  # for each part of a strip and row of a tile: its sums go and come back
+STAGES = (6, 4, 3)  # of one program of an SM, or of two
 
 
 @dataclass(frozen=True)
@@ -159,42 +134,58 @@ class Strips:
     rows: int  # of a tile: 16, 32 or 64
     splits: int
     stages: int
+    each: int  # programs of an SM at a time
 
 
 def strips(product: Product, gpu: Gpu, stages: int = 0) -> Strips:
-    """With so many stages on their way; 0: six of one program for each SM, if that suits the
-    columns, else of two programs as many as they have room for."""
-    rows = next(rows for rows in (16, 32, 64) if product.m <= rows)
-    held = gpu.shared_per_block // (2 * STRIP_DEPTH * (STRIP + rows))  # stages, of halves
+    """With so many stages on their way; 0: as many as the model likes best."""
+    if not stages:
+        able = [some for (some,) in stages_of(product, gpu)]
+        stages = min(able, key=lambda some: skinny_us(product, torch.bfloat16, gpu, some))
     count, steps = programs(product.n, STRIP), programs(product.k, STRIP_DEPTH)
-
-    one, two = (max(min(n * gpu.sm_count // count, steps), 1) for n in (1, 2))  # parts along K
-    if stages == 0:
-        fills = 0.9 * gpu.sm_count <= count * one <= gpu.sm_count
-        many = rows == 64 or count > 2 * gpu.sm_count
-        stages = STAGES[0] if fills else STAGES[2 if many else 1]
-    stages = next((some for some in STAGES if some <= min(stages, held)), held)
-    return Strips(rows, one if stages == STAGES[0] else two, stages)
+    each = 2 if 2 * stages <= _held(product, gpu) else 1  # programs of an SM
+    splits = max(min(each * gpu.sm_count // count, steps), 1)
+    return Strips(_tile_rows(product), splits, stages, each)
 
 
-def stages(product: Product, gpu: Gpu) -> list[tuple[int]]:
-    """Those that shared memory holds."""
-    return [(some,) for some in STAGES if strips(product, gpu, some).stages == some]
+def stages_of(product: Product, gpu: Gpu) -> list[tuple[int]]:
+    """Those that shared memory holds: the most for one program of an SM, others for two."""
+    held = _held(product, gpu)
+    most = next(some for some in STAGES if some <= held)
+    return [(some,) for some in STAGES if some == most or 2 * some <= held]
+
+
+def _held(product: Product, gpu: Gpu) -> int:
+    """Stages, of halves, that shared memory has room for."""
+    return gpu.shared_per_block // (2 * STRIP_DEPTH * (STRIP + _tile_rows(product)))
+
+
+def _tile_rows(product: Product) -> int:
+    return next(rows for rows in (16, 32, 64) if product.m <= rows)
 
 
 def skinny_us(product: Product, dtype: torch.dtype, gpu: Gpu, stages: int = 0) -> float:
-    found, steps = strips(product, gpu, stages), programs(product.k, STRIP_DEPTH)
-    busiest = programs(programs(product.n, STRIP) * found.splits, gpu.sm_count)  # programs of an SM
-    longest = busiest * programs(steps, found.splits)
-    reading = longest * (STRIP_STEP_US + STRIP_ROW_US * found.rows)
-    return _us(reading, _bytes(product, dtype) / STRIP_BYTES_PER_US)
+    """Wave after wave: the last one may have few programs, which read slowly."""
+    found = strips(product, gpu, stages)
+    steps = programs(programs(product.k, STRIP_DEPTH), found.splits)
+    count = programs(product.n, STRIP) * found.splits
+    most, step_us = found.each * gpu.sm_count, STRIP_STEP_US + STRIP_ROW_US * found.rows
+
+    def wave(size: int) -> float:
+        reading = programs(size, gpu.sm_count) * steps * step_us
+        moving = _bytes(product, dtype) * size / count / STRIP_BYTES_PER_US
+        return max(reading, moving)
+
+    whole = (count - 1) // most
+    us = STRIP_BASE_US + whole * wave(most) + wave(count - whole * most)
+    return us + (STRIP_GATHER_US * found.splits * found.rows if found.splits > 1 else 0)
 
 
 # --- others --------------------------------------------------------------------------------------
 
 
 # floating-point operations of an SM in a microsecond, and bytes of all
-RATES = {"torch": (6.9e6, 4.3e6), "triton": (5.6e6, 3.4e6)}
+RATES = {"torch": (6.5e6, 4.3e6), "triton": (5.1e6, 3.3e6)}
 
 
 def any_us(backend: str, product: Product, dtype: torch.dtype, gpu: Gpu) -> float:

@@ -36,8 +36,8 @@ def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
     """Who can serve a call; among equals the first is taken."""
     product = seen(*args[:2])
     found: dict[str, Callable[[], Sequence[tuple[int, ...]]]] = {
-        "skinny": lambda: launches.stages(product, gpu),
-        "gluon": lambda: launches.suitable(product),
+        "skinny": lambda: launches.stages_of(product, gpu),
+        "gluon": lambda: [(columns,) for columns in launches.STEP_US],
         "triton": lambda: [()],
     }
     able = [name for name in found if _serves(name, gpu, args)]
