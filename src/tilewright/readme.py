@@ -428,7 +428,9 @@ LAYERS = {  # (columns, depth) of b, as the tuned grid has them: layers of model
 }
 SOME_ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
 ROUTES = {"skinny": "skinny", "gluon": "gluon", "triton": "triton", "torch": "cuBLAS"}
-FEW = 64  # rows that `skinny` takes
+FEW, MANY = 64, 512  # rows: those that `skinny` takes, and those of prefill
+LOW = 0.92  # ratios below it are counted
+MATMUL_RECORDS = tuple(f"bench-{suite}-matmul" for suite in ("model", "prefill", "decode", "sweep"))
 
 
 def _intensity(m: int, n: int, k: int) -> float:
@@ -535,6 +537,52 @@ def matmul_routes(root: Path) -> str:
             span = f"{min(some):.2f} to {max(some):.2f}"
             words.append(f"{where}: {span}, geometric mean {geometric_mean(some):.2f}.")
     return f"{_table(heads, rows)}\n\n{' '.join(words)}\n\n{_tuned_words(table)}"
+
+
+def matmul_beside_cublas(root: Path) -> str:
+    """cuBLAS's time over that of our kernels in bench's records, by kernel and kind of product; and
+    of check_routes.py's record the quickest choice's time over that of the one that was taken."""
+    records = [found for name in MATMUL_RECORDS if (found := _bench(root, name))]
+    cells: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for contest in (each for found in records for each in contests(found.rows)):
+        dims = contest.first.dims
+        m, n, k = dims["shape"][0], dims["n"], dims["shape"][1]
+        where = f"{_of_matmul(dims)}, {SHORT[contest.first.dtype]}"
+        theirs = contest.rows.get("vendor")
+        for kernel in ("gluon", "skinny", "triton"):
+            ours, kind = contest.rows.get(kernel), _kind_of_product(kernel, m, n, k)
+            if ours and theirs and kind and has_number(ours) and has_number(theirs):
+                cells[kind].append((time_of(theirs) / time_of(ours), where))
+    path = root / "results" / "h200" / "routes-matmul.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        facts = json.loads(line)
+        if "dims" in facts:
+            kind = "routes, rows and layers that are in no table"
+            cells[kind].append((facts["part_of_best"], facts["dims"]))
+    if not cells:
+        return NOT_MEASURED
+    rows = []
+    for kind, found in cells.items():
+        ratios = [ratio for ratio, _ in found]
+        least = " at ".join((f"{min(found)[0]:.2f}", min(found)[1]))
+        low = sum(ratio < LOW for ratio in ratios)
+        mean = f"{geometric_mean(ratios):.3f}"
+        rows.append((kind, str(len(found)), mean, least, str(low)))
+    heads = ("kernel and products", "cells", "geometric mean", "least", f"below {LOW}")
+    return _table(heads, sorted(rows))
+
+
+def _kind_of_product(kernel: str, m: int, n: int, k: int) -> str | None:
+    """In the words of a table; None: it is not of interest."""
+    if kernel == "gluon" and m >= MANY:
+        return "`gluon`, squares and prefill"
+    if kernel == "triton" and m == n == k and m in (4096, 8192):
+        return "`triton`, squares of 4096 and 8192"
+    if kernel == "skinny" and m <= FEW:
+        size = HALF * n * k / 1e6
+        which = "100 MB and more" if size >= 100 else "32 to 100 MB" if size >= 32 else "less"
+        return f"`skinny`, layers of {which}"
+    return None
 
 
 def matmul_curves(root: Path) -> str:
@@ -730,7 +778,7 @@ MEASURED = (
     *("bench-sweep-gated", "bench-sweep", "bench-sweep-fp8"),
     *("bench-forward-attention", "bench-sweep-attention"),
     *("bench-sparse-forward-attention", "bench-sparse-attention"),
-    *(f"bench-{suite}-matmul" for suite in ("model", "prefill", "decode", "sweep")),
+    *MATMUL_RECORDS,
 )
 
 
@@ -740,6 +788,7 @@ def measured(folder: str, root: Path) -> str:
     found = [r for name in MEASURED if (r := _bench(root, name))]
     there = _distinct([c for r in found for c in contests(r.rows)])
     judged = [c for c in there if c.first.op in names and c.entered]
+    judged = [c for c in judged if c.first.dtype == "bfloat16"]
     rivals = _rivals(judged)
     rates = any(row.bound == "compute" for c in judged for row in c.rows.values())
     rows = []
@@ -896,6 +945,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "matmul-intensity": matmul_intensity,
     "matmul-curves": matmul_curves,
     "matmul-routes": matmul_routes,
+    "matmul-beside-cublas": matmul_beside_cublas,
     **{f"measured-{name}": partial(measured, name) for name in OP_FOLDERS},
 }
 DOCUMENTS = (
