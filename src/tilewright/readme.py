@@ -562,12 +562,12 @@ def matmul_beside_cublas(root: Path) -> str:
     if not cells:
         return NOT_MEASURED
     rows = []
-    for kind, found in cells.items():
-        ratios = [ratio for ratio, _ in found]
-        least = " at ".join((f"{min(found)[0]:.2f}", min(found)[1]))
+    for kind, some in cells.items():
+        ratios = [ratio for ratio, _ in some]
+        least, where = min(some)
         low = sum(ratio < LOW for ratio in ratios)
         mean = f"{geometric_mean(ratios):.3f}"
-        rows.append((kind, str(len(found)), mean, least, str(low)))
+        rows.append((kind, str(len(some)), mean, f"{least:.2f} at {where}", str(low)))
     heads = ("kernel and products", "cells", "geometric mean", "least", f"below {LOW}")
     return _table(heads, sorted(rows))
 
