@@ -11,6 +11,7 @@ reaches. On an H200 this takes some three minutes.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -40,7 +41,10 @@ LAYERS = (  # (columns, depth); nobody looked at their times when the model was 
 def cells(seed: int) -> Iterator[tuple[int, int, int]]:
     """(rows, columns, depth)."""
     rng = random.Random(seed)
-    rows = sorted(round(MOST_ROWS ** rng.random()) for _ in range(ROWS))
+    drawn: set[int] = set()
+    while len(drawn) < ROWS:
+        drawn.add(round(MOST_ROWS ** rng.random()))
+    rows = sorted(drawn)
     for columns, depth in LAYERS:
         assert (columns, depth) not in GRID_LAYERS
         yield from ((m, columns, depth) for m in rows)
@@ -66,7 +70,8 @@ def held(job: Job, on: gpu.Gpu, tools: Any) -> dict[str, Any]:
 
 
 def mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    """0 if a cell took a choice that was refused there."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if all(ratios) else 0.0
 
 
 def main() -> None:
@@ -77,12 +82,15 @@ def main() -> None:
     on = gpu.detect() if torch.cuda.is_available() else None
     if on is None:
         parser.error("torch sees no GPU here, and routes are held against times on one.")
-    if tuned.table(on, "matmul") is None:  # before the record is written over
+    table = tuned.table(on, "matmul")
+    if table is None:  # before the record is written over
         parser.error(f"there is no table of {on.name}; `tilewright tune matmul` makes one.")
     op, tools = registry()["matmul"], instruments(on, given.seed)
     rows = []
     with given.record.open("w", encoding="utf-8") as record:
-        record.write(json.dumps({"environment": doctor.environment()}) + "\n")
+        digest = hashlib.sha256(repr(table).encode()).hexdigest()[:16]
+        head = {"environment": doctor.environment(), "seed": given.seed, "table": digest}
+        record.write(json.dumps(head) + "\n")
         for m, n, k in cells(given.seed):
             case = Case("", {"shape": (m, k), "n": n, "b": "column"}, "tune")
             rows.append(held(Job(op, case, torch.bfloat16), on, tools))

@@ -33,6 +33,7 @@ HOLDERS = [
     ("tilewright.ops.swiglu.op", "swiglu_packed"),
     ("tilewright.ops.geglu.op", "geglu"),
     ("tilewright.ops.geglu.op", "geglu_packed"),
+    ("tilewright.ops.matmul.op", "matmul"),
 ]
 
 

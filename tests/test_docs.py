@@ -28,8 +28,6 @@ from tilewright.ops import every_op, registry
 from tilewright.spec import Args, Choice, Op, as_tuple
 from tilewright.tuned import file as tuned_file
 from tilewright.tuned.file import Bucket, Table, Timed
-from tilewright.tuning.plan import grid
-from tilewright.tuning.run import source_of
 from tilewright.verify import features
 from tilewright.verify.runner import backends_on
 
@@ -596,6 +594,7 @@ def test_kernels_stand_beside_cublas_by_records(tmp_path: Path) -> None:
         *rows(64, 4096, 4096, "bfloat16", gluon=99.0, skinny=8.0, vendor=10.0),
         *rows(1, 8192, 8192, "bfloat16", skinny=10.0, vendor=11.0),
         *rows(4096, 4096, 4096, "bfloat16", triton=10.0, vendor=8.5),
+        *rows(4096, 4096, 4096, "float32", triton=10.0, vendor=3.4),  # tf32 is another matter
     ]
     (tmp_path / "results" / "h200").mkdir(parents=True)
     record = tmp_path / "results" / "h200" / "routes-matmul.jsonl"
@@ -603,23 +602,15 @@ def test_kernels_stand_beside_cublas_by_records(tmp_path: Path) -> None:
     record.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
     shown = _rendered(tmp_path, "matmul-beside-cublas", "bench-prefill-matmul", found)
     for line in (
-        "| `gluon`, squares and prefill | 2 | 1.044 | 0.90 at 512 x 4096 x 4096, NT, bf16 | 1 |",
-        "| `skinny`, layers of 32 to 100 MB | 1 | 1.250 | 1.25 at 64 x 4096 x 4096, NT, bf16 | 0 |",
+        "squares and prefill | 2 | 1.044 | 0.90 at 512 x 4096 x 4096, NT, bf16 | 1 below 0.92 |",
+        "layers of 32 to 100 MB | 1 | 1.250 | 1.25 at 64 x 4096 x 4096, NT, bf16 | 0 below 1 |",
         "| `skinny`, layers of 100 MB and more | 1 | 1.100 |",
         "| `triton`, squares of 4096 and 8192 | 1 | 0.850 |",
-        "| routes, rows and layers that are in no table | 2 | 0.900 | 0.81 at 1x2 | 1 |",
+        "| routes, rows and layers that are in no table | 2 | 0.900 | 0.81 at 1x2 | 1 below 0.93 |",
     ):
         assert line in shown
     notes = _rendered(tmp_path, "measured-matmul", "bench-prefill-matmul", found)
     assert notes.count("512 x 4096 x 4096, NT | gluon") == 1  # of bfloat16, as its head says
-
-
-def test_the_table_of_the_h200_is_of_these_kernels() -> None:
-    table = readme._tuned(ROOT)
-    assert table is not None
-    assert table.source == source_of(registry()["matmul"])
-    places = [job.place(job.meta()) for job in grid(registry()["matmul"])]
-    assert [bucket.key for bucket in table.buckets] == list(dict.fromkeys(places))
 
 
 def test_ridges_are_where_both_floors_meet() -> None:

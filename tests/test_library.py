@@ -1321,3 +1321,37 @@ def test_what_two_tensors_left_minds_gradients(path: str) -> None:
     torch.testing.assert_close(grad, wanted)
     with torch.no_grad():
         assert not tilewright.rms_norm(x, N, w).requires_grad
+
+
+@pytest.mark.parametrize("path", ["shortcut"], indirect=True)
+def test_what_two_tensors_left_minds_autocast(path: str) -> None:
+    """An op with a rule for it; and the rule holds for that block alone."""
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    wanted = warm(lambda: tilewright.matmul(a, b))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tilewright.matmul(a, b).dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(tilewright.matmul(a, b), wanted)
+    before = PLAN_RUNS["matmul"]
+    assert torch.equal(tilewright.matmul(a, b), wanted)
+    assert PLAN_RUNS["matmul"] == before + 1
+
+
+@pytest.mark.parametrize("path", ["shortcut"], indirect=True)
+def test_one_tensor_twice_and_none_take_the_short_way(path: str) -> None:
+    """Torch's guard is for different tensors: these are looked at in every call."""
+    x = torch.randn(6, 6)
+    for call, wanted in (
+        (lambda: tilewright.matmul(x, x), x @ x),
+        (lambda: tilewright.rms_norm(x, 6), F.rms_norm(x, (6,), None, 1e-6)),
+    ):
+        PLAN_RUNS.clear()
+        torch.testing.assert_close(warm(call), wanted)
+        assert sum(PLAN_RUNS.values()) == 2
+
+
+def test_a_direct_way_to_torch_is_for_ops_that_autocast_has_passed() -> None:
+    """Nothing of ours stands between the call and torch's function then."""
+    direct = [op for op in EVERY_OP.values() if any(b.direct for b in op.backends)]
+    assert [op.name for op in direct] == ["matmul"]
+    assert all(op.autocast for op in direct)

@@ -350,19 +350,21 @@ def _caller(
             or guards
         ):
             return slow(x, y, rest)
-        try:
-            found: Any = ready.get((x.shape, y.shape, rest))  # type: ignore[union-attr]
-            fits = found is not None and found[0](x, y)
-        except (AttributeError, TypeError, RuntimeError):  # as in `one`; or y is None
-            found, fits = None, False
-        if fits:
-            _, grad_mode, x_alignment, y_alignment, run = found
-            if (
-                x.data_ptr() & 15 == x_alignment
-                and y.data_ptr() & 15 == y_alignment  # type: ignore[union-attr]
-                and (grad_mode is None or _is_grad_enabled() is grad_mode)
-            ):
-                return apply(run, x, y, rest) if grad_mode else run(x, y, *rest)
+        found: Any = None
+        if y is not None and y is not x:  # the guard holds for different tensors alone
+            try:
+                found = ready.get((x.shape, y.shape, rest))
+                fits = found is not None and found[0](x, y)
+            except (AttributeError, TypeError, RuntimeError):  # as in `one`
+                fits = False
+            if fits:
+                _, grad_mode, x_alignment, y_alignment, run = found
+                if (
+                    x.data_ptr() & 15 == x_alignment
+                    and y.data_ptr() & 15 == y_alignment
+                    and (grad_mode is None or _is_grad_enabled() is grad_mode)
+                ):
+                    return apply(run, x, y, rest) if grad_mode else run(x, y, *rest)
         if (
             x.__class__ in ordinary
             and (y is None or y.__class__ in ordinary)
@@ -379,7 +381,7 @@ def _caller(
                 wanted = x.requires_grad or (y is not None and y.requires_grad)
                 grad_mode = _is_grad_enabled() if wanted else None
                 misses += 1
-                if y is not None and (found is None or misses % TURNS == 0):
+                if y is not None and y is not x and (found is None or misses % TURNS == 0):
                     if len(ready) >= MAX_PLANS:
                         ready.clear()
                     state = (_guard(x, y), grad_mode, address & 15, y.data_ptr() & 15)

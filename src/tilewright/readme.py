@@ -429,7 +429,6 @@ LAYERS = {  # (columns, depth) of b, as the tuned grid has them: layers of model
 SOME_ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
 ROUTES = {"skinny": "skinny", "gluon": "gluon", "triton": "triton", "torch": "cuBLAS"}
 FEW, MANY = 64, 512  # rows: those that `skinny` takes, and those of prefill
-LOW = 0.92  # ratios below it are counted
 MATMUL_RECORDS = tuple(f"bench-{suite}-matmul" for suite in ("model", "prefill", "decode", "sweep"))
 
 
@@ -539,49 +538,59 @@ def matmul_routes(root: Path) -> str:
     return f"{_table(heads, rows)}\n\n{' '.join(words)}\n\n{_tuned_words(table)}"
 
 
+class Bar(NamedTuple):
+    """A kind of products, and the ratio below which one of them is counted."""
+
+    kind: str
+    low: float
+
+
 def matmul_beside_cublas(root: Path) -> str:
     """cuBLAS's time over that of our kernels in bench's records, by kernel and kind of product; and
     of check_routes.py's record the quickest choice's time over that of the one that was taken."""
     records = [found for name in MATMUL_RECORDS if (found := _bench(root, name))]
-    cells: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for contest in (each for found in records for each in contests(found.rows)):
-        dims = contest.first.dims
-        m, n, k = dims["shape"][0], dims["n"], dims["shape"][1]
+    cells: dict[Bar, list[tuple[float, str]]] = defaultdict(list)
+    for contest in _distinct([each for found in records for each in contests(found.rows)]):
+        theirs, dims = contest.rows.get("vendor"), contest.first.dims
         where = f"{_of_matmul(dims)}, {SHORT[contest.first.dtype]}"
-        theirs = contest.rows.get("vendor")
         for kernel in ("gluon", "skinny", "triton"):
-            ours, kind = contest.rows.get(kernel), _kind_of_product(kernel, m, n, k)
-            if ours and theirs and kind and has_number(ours) and has_number(theirs):
-                cells[kind].append((time_of(theirs) / time_of(ours), where))
+            ours, bar = contest.rows.get(kernel), _bar(kernel, contest.first)
+            if ours and theirs and bar and has_number(ours) and has_number(theirs):
+                cells[bar].append((time_of(theirs) / time_of(ours), where))
     path = root / "results" / "h200" / "routes-matmul.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         facts = json.loads(line)
         if "dims" in facts:
-            kind = "routes, rows and layers that are in no table"
-            cells[kind].append((facts["part_of_best"], facts["dims"]))
+            bar = Bar("routes, rows and layers that are in no table", 0.93)
+            cells[bar].append((facts["part_of_best"], facts["dims"]))
     if not cells:
         return NOT_MEASURED
     rows = []
-    for kind, some in cells.items():
+    for bar, some in cells.items():
         ratios = [ratio for ratio, _ in some]
+        mean = f"{geometric_mean(ratios):.3f}" if all(ratios) else NO_NUMBER
         least, where = min(some)
-        low = sum(ratio < LOW for ratio in ratios)
-        mean = f"{geometric_mean(ratios):.3f}"
-        rows.append((kind, str(len(some)), mean, f"{least:.2f} at {where}", str(low)))
-    heads = ("kernel and products", "cells", "geometric mean", "least", f"below {LOW}")
+        low = sum(ratio < bar.low for ratio in ratios)
+        slow = f"{low} below {bar.low:g}"
+        rows.append((bar.kind, str(len(some)), mean, f"{least:.2f} at {where}", slow))
+    heads = ("kernel and products", "cells", "geometric mean", "least", "slow ones")
     return _table(heads, sorted(rows))
 
 
-def _kind_of_product(kernel: str, m: int, n: int, k: int) -> str | None:
-    """In the words of a table; None: it is not of interest."""
+def _bar(kernel: str, row: Row) -> Bar | None:
+    """None: it is not of interest."""
+    dims = row.dims
+    (m, k), n = dims["shape"], dims["n"]
+    if row.dtype not in ("bfloat16", "float16") or row.phase != "forward":
+        return None
     if kernel == "gluon" and m >= MANY:
-        return "`gluon`, squares and prefill"
+        return Bar("`gluon`, squares and prefill", 0.92)
     if kernel == "triton" and m == n == k and m in (4096, 8192):
-        return "`triton`, squares of 4096 and 8192"
+        return Bar("`triton`, squares of 4096 and 8192", 0.85)
     if kernel == "skinny" and m <= FEW:
         size = HALF * n * k / 1e6
-        which = "100 MB and more" if size >= 100 else "32 to 100 MB" if size >= 32 else "less"
-        return f"`skinny`, layers of {which}"
+        which = "of 100 MB and more" if size >= 100 else "of 32 to 100 MB" if size >= 32 else ""
+        return Bar(f"`skinny`, layers {which or 'under 32 MB'}", 1.0)
     return None
 
 

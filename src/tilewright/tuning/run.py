@@ -52,12 +52,14 @@ def run(
     known: Tables,
     progress: Callable[[str, int], None] = lambda title, done: None,
 ) -> Result:
-    """Measure the jobs. Other buckets and other ops of `kept` stay; `known` numbers are kept to."""
+    """Measure the jobs. Other buckets and other ops of `kept` stay; `known` numbers are kept to, if
+    they are of this code and these versions."""
     ops = list({job.op.name: job.op for job in jobs}.values())
     for op in ops:
         _fit_together(op, jobs, kept.get(op.name))
     result = Result(dict(kept))
-    stored = {(op, b.key): b for op, table in known.items() for b in table.buckets}
+    alike = {op.name: known[op.name] for op in ops if not _differs(op, known.get(op.name))}
+    stored = {(name, b.key): b for name, table in alike.items() for b in table.buckets}
     for done, job in enumerate(jobs):
         progress(job.title, done)
         found = measure(job, tools, stored.get((job.op.name, _key(job))))
@@ -86,13 +88,23 @@ def _fit_together(op: Op, jobs: Sequence[Job], kept: Table | None) -> None:
     part = len(_keys([job for job in jobs if job.op is op])) < len(_keys(grid(op)))
     if kept is None or not part:
         return
-    then = {**kept.versions, "source": kept.source}
+    difference = _differs(op, kept)
+    if difference:
+        raise InputError(
+            f"tune: a part of {op.name} is asked for, and the rest was measured with {difference}. "
+            "Tune all of it, or name a new --out."
+        )
+
+
+def _differs(op: Op, table: Table | None) -> str | None:
+    """The first difference between what was measured and what is here."""
+    if table is None:
+        return "nothing"
+    then = {**table.versions, "source": table.source}
     for name, now in {**versions(), "source": source_of(op)}.items():
         if then.get(name) != now:
-            raise InputError(
-                f"tune: a part of {op.name} is asked for, and the rest was measured with {name} "
-                f"{then.get(name)}, not {now}. Tune all of it, or name a new --out."
-            )
+            return f"{name} {then.get(name)}, not {now}"
+    return None
 
 
 def instruments(gpu: Gpu, seed: int) -> Tools:

@@ -224,7 +224,8 @@ def _edges() -> Iterator[Case]:
 
 
 def _plans() -> Iterator[Case]:
-    """What blocks that stay deal out: whole tiles and cut ones, of each width, for a GPU to run."""
+    """For a GPU to run: what blocks that stay deal out, whole tiles and cut ones, of each width;
+    and few rows."""
     for name, (m, k, n) in {
         "one-wave": (1000, 1000, 1000),
         "two-waves": (1100, 264, 2400),
