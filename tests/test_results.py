@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,22 @@ def test_the_quick_suite_is_quick() -> None:
     assert found.end["seconds"] / len(cases) * 30 <= 240
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("h200/*.jsonl")), ids=str)
+RECORDS = sorted((ROOT / "results" / "h200").glob("*.jsonl"))
+
+
+def test_routes_were_held_against_times_everywhere() -> None:
+    _, *cells = map(
+        json.loads, (ROOT / "results/h200/routes-matmul.jsonl").read_text("utf-8").splitlines()
+    )
+    assert len(cells) == 400
+    assert len({tuple(re.findall(r"x(\d+),n=(\d+)", cell["dims"])) for cell in cells}) == 10
+    for cell in cells:
+        assert not cell["wrong"]
+        best, taken = min(cell["times"].values()), cell["times"][cell["chosen"]]
+        assert cell["part_of_best"] == pytest.approx(best / taken, abs=1e-4)
+
+
+@pytest.mark.parametrize("path", [p for p in RECORDS if "routes" not in p.name], ids=str)
 def test_committed_records_can_be_read_and_hold_no_impossible_number(path: Path) -> None:
     found = record.read(path)
     assert found.rows
