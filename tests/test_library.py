@@ -1312,7 +1312,8 @@ def test_what_two_tensors_left_minds_gradients(path: str) -> None:
     x, w = torch.randn(6, N, requires_grad=True), torch.randn(N)
     with torch.no_grad():
         assert not warm(lambda: tilewright.rms_norm(x, N, w)).requires_grad
-    assert tilewright.rms_norm(x, N, w).requires_grad
+    made_by = tilewright.rms_norm(x, N, w).grad_fn  # ours, not those of the reference that ran
+    assert made_by is not None and made_by.name() == "rms_norm_autogradBackward"
     for _ in range(2 * library.TURNS):  # until the slot is theirs
         y = tilewright.rms_norm(x, N, w)
     assert y.requires_grad
