@@ -540,7 +540,7 @@ def _tuned_table(us: float) -> str:
     """One layer of the picture at two rows, and a product that is in none."""
     found = []
     for m, n, k, taken, times in (
-        (1, 6144, 4096, "skinny:6", {"skinny:6": us, "gluon:64": 30.0, "torch": 18.0}),
+        (1, 6144, 4096, "skinny:64x6", {"skinny:64x6": us, "gluon:64": 30.0, "torch": 18.0}),
         (512, 6144, 4096, "torch", {"gluon:128": 50.0, "gluon:256": 40.0, "torch": 36.0}),
         (1, 8192, 8192, "torch", {"triton": 50.0, "torch": 25.0}),
     ):

@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -307,8 +308,9 @@ def test_sizes_of_nought_and_one(size: int) -> None:
 def test_every_choice_fits_its_gpu(on: gpu.Gpu, dtype: torch.dtype) -> None:
     for m in (1, 16, 33, 128, 1000, 8192):
         for n, k in ((1, 64), (128, 8192), (4096, 4096)):
-            for precision, whole in (("ieee", True), ("tf32", True), ("ieee", False)):
-                choice = launch(m, n, k, 1, dtype, precision, whole, on)
+            ways = (("ieee", True), ("tf32", True), ("ieee", False))
+            for (precision, whole), by_rows in itertools.product(ways, (False, True)):
+                choice = launch(m, n, k, 1, dtype, precision, whole, on, b_by_rows=by_rows)
                 needs = choice.stages * multiplying.block_bytes(choice.block, dtype.itemsize)
                 assert needs <= on.shared_per_block
                 assert choice.splits * choice.block_k <= max(k, choice.block_k)
@@ -318,7 +320,14 @@ def test_choices_of_an_h200() -> None:
     def chosen(m: int, n: int, k: int, count: int = 1, dtype: torch.dtype = BFLOAT) -> Any:
         return launch(m, n, k, count, dtype, "ieee", True, H200)
 
+    def by_rows(m: int, on: gpu.Gpu = H200, dtype: torch.dtype = BFLOAT) -> tuple[int, ...]:
+        return launch(m, m, m, 1, dtype, "ieee", True, on, b_by_rows=True).block
+
     assert chosen(4096, 4096, 4096).block == (128, 256, 64)
+    assert by_rows(4096) == (128, 256, 32)
+    assert by_rows(2048) == (128, 128, 64)
+    assert by_rows(4096, dtype=SINGLE) == chosen(4096, 4096, 4096, dtype=SINGLE).block
+    assert by_rows(4096, gpu.pretend("sm_89")) == (128, 128, 64)  # no room for so wide a tile
     assert chosen(2048, 2048, 2048).block == (128, 128, 64)
     assert chosen(512, 512, 512).block == (64, 64, 64)
     assert chosen(128, 128, 512, 200).block == (128, 256, 64)
@@ -333,7 +342,8 @@ def test_choices_of_an_h200() -> None:
 def test_every_tile_is_compiled() -> None:
     """Every choice that an H200 can take of a table is one of the compile matrix."""
     tables = {
-        *(("bfloat16", c.block) for c in (*triton_impl.HALVES, *triton_impl.ONE_BY_ONE)),
+        *(("bfloat16", c.block) for c in (*triton_impl.HALVES, triton_impl.SHORT_STEPS)),
+        *(("bfloat16", c.block) for c in triton_impl.ONE_BY_ONE),
         *(("float32", c.block) for c in (*triton_impl.TF32, *triton_impl.WITHOUT)),
     }
     found = set()
@@ -345,7 +355,8 @@ def test_every_tile_is_compiled() -> None:
 
 
 def test_results_do_not_depend_on_how_operands_lie() -> None:
-    """The same tiles and steps, whatever the strides: verify compares the bits of small ones."""
+    """The same tiles, whatever the strides: verify compares the bits of small ones. Steps may be
+    shorter, as long as they are whole: a tensor core adds 16 deep after 16 deep of halves."""
     a, b = (torch.empty(4096, 4096, dtype=BFLOAT, device="meta") for _ in range(2))
     chosen = set()
     for left in (a, a.t()):
@@ -353,7 +364,8 @@ def test_results_do_not_depend_on_how_operands_lie() -> None:
             with recording.recording() as requests:
                 triton_impl.prepare(H200, left, right, None, "ieee", None, False)
             c = dict(requests[0].constants)
-            chosen.add((c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]))
+            chosen.add((c["BLOCK_M"], c["BLOCK_N"], len(requests)))
+            assert c["BLOCK_K"] % 16 == 0
     assert len(chosen) == 1
 
 

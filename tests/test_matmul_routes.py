@@ -48,21 +48,24 @@ def test_strips_fit_their_gpu(on: gpu.Gpu) -> None:
         return
     for m in (1, 16, 17, 32, 33, 64):
         for n, k in itertools.product((8, 64, 520, 4096, 28_672, 128_256), (8, 128, 136, 4096)):
-            found = launches.strips(product(m, n, k), on)
-            assert found.rows == next(rows for rows in (16, 32, 64) if m <= rows)
-            stage = 2 * launches.STRIP_DEPTH * (launches.STRIP + found.rows)
-            assert 1 <= found.stages <= on.shared_per_block // stage
-            steps = programs(k, launches.STRIP_DEPTH)
-            assert 1 <= found.splits <= steps
-            splits = range(found.splits + 1)
-            cuts = [split * steps // found.splits for split in splits]
-            assert all(cuts[i] < cuts[i + 1] for i in range(found.splits))
-            # all programs of a split sum run at a time, or at least are not many more
-            strips = programs(n, launches.STRIP)
-            assert found.splits == 1 or strips * found.splits <= 2 * on.sm_count
+            for launch in ((), *launches.strip_launches(product(m, n, k), on)):
+                found = launches.strips(product(m, n, k), on, *launch)
+                assert not launch or launch == (found.columns, found.stages)
+                assert found.rows == next(rows for rows in (16, 32, 64) if m <= rows)
+                stage = 2 * launches.STRIP_DEPTH * (found.columns + found.rows)
+                assert found.stages * found.each * stage <= on.shared_per_block
+                assert found.stages >= 3
+                steps = programs(k, launches.STRIP_DEPTH)
+                assert 1 <= found.splits <= steps
+                splits = range(found.splits + 1)
+                cuts = [split * steps // found.splits for split in splits]
+                assert all(cuts[i] < cuts[i + 1] for i in range(found.splits))
+                # all programs of a split sum run at a time
+                strips = programs(n, found.columns)
+                assert found.splits == 1 or strips * found.splits <= found.each * on.sm_count
 
 
-def test_the_models_stages_are_near_the_quickest_that_were_measured() -> None:
+def test_the_models_strips_are_near_the_quickest_that_were_measured() -> None:
     """As on an H200, where six stages on half of the SMs outrun four on all (4608 x 3584)."""
     table = tuned.table(H200, "matmul")
     assert table is not None
@@ -72,9 +75,9 @@ def test_the_models_stages_are_near_the_quickest_that_were_measured() -> None:
         us = {choice.launch: one.times[choice].us for choice in skinny}
         m, k, n = (int(size) for size in re.findall(r"\d+", one.dims)[:3])
         if m <= launches.MOST_ROWS:
-            able = launches.stages_of(product(m, n, k), H200)
-            own = launches.strips(product(m, n, k), H200).stages
-            parts.append(min(us[stages] for stages in able) / us[own,])
+            able = launches.strip_launches(product(m, n, k), H200)
+            own = launches.strips(product(m, n, k), H200)
+            parts.append(min(us[launch] for launch in able) / us[own.columns, own.stages])
     assert len(parts) > 80 and statistics.geometric_mean(parts) > 0.98 and min(parts) > 0.85
 
 
@@ -93,11 +96,14 @@ def test_the_room_of_few_rows(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
         return lambda: (None, None)
 
     monkeypatch.setattr(workspace, "per_stream", room)
-    for n, k in ((4096, 4096), (520, 2056), (28_672, 4096), (64, 128)):
-        with recording.recording() as requests:
+    sizes = ((4096, 4096), (520, 2056), (28_672, 4096), (64, 128))
+    for (n, k), columns in itertools.product(sizes, launches.STAGES):
+        forced = Choice("skinny", (columns, launches.STAGES[columns][0]))
+        with tuned.forcing(forced), recording.recording() as requests:
             skinny_impl.prepare(H200, *call(m, n, k))
         constants = dict(requests[0].constants)
-        splits, tiles = requests[0].arguments[-1], programs(n, launches.STRIP)
+        splits, tiles = requests[0].arguments[-1], programs(n, constants["BLOCK_N"])
+        assert constants["BLOCK_N"] == columns
         assert constants["SPLIT"] == (splits > 1)
         if splits == 1:
             assert not asked
@@ -162,21 +168,21 @@ def able(on: gpu.Gpu, *sizes: int, **how: Any) -> list[str]:
 
 
 GLUON = [f"gluon:{columns}" for columns in (256, 192, 160, 128, 64)]
-SKINNY = ["skinny:6", "skinny:4", "skinny:3"]
+SKINNY = [f"skinny:{launch}" for launch in ("64x6", "64x4", "64x3", "128x4")]
 
 
 def test_who_can_serve_a_call() -> None:
     assert able(H200, 65, 4096, 4096) == [*GLUON, "triton", "torch"]
     for rows in (64, 33, 32, 17, 16, 1):
-        skinny = SKINNY if rows <= 32 else ["skinny:6", "skinny:3"]  # no room for two of four
+        skinny = SKINNY if rows <= 32 else [SKINNY[0], *SKINNY[2:]]  # no room for two of four
         assert able(H200, rows, 4096, 4096) == [*skinny, *GLUON, "triton", "torch"]
         assert able(H200, rows, 4096, 4096, count=2) == [*GLUON, "triton", "torch"]
     for on in EVERY_GPU:
         found = able(on, 16, 4096, 4096)
         assert found[-2:] == ["triton", "torch"]
-        assert ("skinny:4" in found) == (on.sm >= 80)
-        large = on.sm in (80, 90, 100)  # shared memory: six stages are 123 KB
-        assert ("skinny:6" in found) == ("skinny:3" in found) == large
+        assert ("skinny:64x4" in found) == (on.sm >= 80)
+        large = on.sm in (80, 90, 100)  # shared memory: six stages are 123 KB, four wide ones 147
+        assert all((name in found) == large for name in SKINNY if name != "skinny:64x4")
         assert (set(GLUON) <= set(found)) == (on.sm == 90)
     assert able(H200, 64, 4096, 4096, dtype=torch.float64) == ["torch"]
 
@@ -216,7 +222,7 @@ def test_operands_that_begin_off_16_bytes() -> None:
         assert [c.backend for c in routes.choices(H200, left, right, *rest)] == ["triton", "torch"]
     wide = weights[:, 8:].mT
     found = [c.backend for c in routes.choices(H200, a, wide, *rest)]
-    assert found == [*["skinny"] * 3, *["gluon"] * 5, "triton", "torch"]
+    assert found == [*["skinny"] * 4, *["gluon"] * 5, "triton", "torch"]
 
 
 def test_the_kind_and_place_of_a_call() -> None:
@@ -342,7 +348,7 @@ def bucket(times: dict[str, float], winner: str, *sizes: int, **how: Any) -> Buc
 
 
 FEW = {
-    "skinny:6": 21.0, "skinny:4": 20.0, "gluon:64": 26.0, "triton": 40.0,
+    "skinny:64x6": 21.0, "skinny:64x4": 20.0, "gluon:64": 26.0, "triton": 40.0,
     "torch": 30.0,
 }  # fmt: skip
 MANY = {
@@ -356,7 +362,7 @@ LARGE = {"gluon:256": 3000.0, "gluon:192": 3300.0, "triton": 6000.0, "torch": 25
 def tuned_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user's table: few rows are skinny's, some gluon's, many cuBLAS's."""
     buckets = (
-        bucket(FEW, "skinny:4", 16, 4096, 4096),
+        bucket(FEW, "skinny:64x4", 16, 4096, 4096),
         bucket(MANY, "gluon:192", 512, 4096, 4096),
         bucket(LARGE, "torch", 8192, 4096, 4096),
         bucket({"torch": 5.0, "triton": 4.0}, "triton", 128, 512, 512, b="rows"),
@@ -422,7 +428,7 @@ def test_the_launch_of_a_table_is_taken() -> None:
     assert routes.launch("gluon", H200, *args) == (192,)
     assert routes.launch("gluon", H200, *large) == (256,)  # its best, though torch is quicker
     assert routes.launch("gluon", H200, *few) == (64,)
-    assert routes.launch("skinny", H200, *few) == (4,)
+    assert routes.launch("skinny", H200, *few) == (64, 4)
     assert routes.launch("skinny", H200, *large) == ()
     assert columns(args) == 192
     assert columns(few) == 64
@@ -430,7 +436,7 @@ def test_the_launch_of_a_table_is_taken() -> None:
     with tuned.forcing(Choice("gluon", (128,))):
         assert columns(args) == 128
         assert stages(few) == 4
-    with tuned.forcing(Choice("skinny", (6,))):
+    with tuned.forcing(Choice("skinny", (64, 6))):
         assert stages(few) == 6
         assert columns(few) == 64
 
@@ -535,15 +541,15 @@ for m, n, k in ((17, 72, 1096), (5, 136, 1024)):
         a = torch.randint(-2, 3, (m, k), generator=rng).to(dtype)
         b = torch.randint(-2, 3, (k, n), generator=rng).to(dtype)
         wanted = (a.double() @ b.double()).float()
-        for splits in (1, 2, 3, 8):
-            skinny_impl.strips = lambda product, gpu: Strips(32, splits, 2, 1)
+        for columns, splits in ((64, 1), (64, 2), (64, 3), (64, 8), (128, 1), (128, 3)):
+            skinny_impl.strips = lambda product, gpu: Strips(32, columns, 2, splits, 1)
             run = skinny_impl.prepare(on, a, b, torch.float32, "ieee", None, False)
-            assert torch.equal(run(a, b), wanted), (m, n, k, dtype, splits)
+            assert torch.equal(run(a, b), wanted), (m, n, k, dtype, columns, splits)
 
 # floats: the same bits again, and a room whose flags are as they were
 a, b = torch.randn(17, 1096, generator=rng).half(), torch.randn(1096, 72, generator=rng).half()
 sums, flags = torch.empty(2 * 8 * 32 * 64), torch.zeros(2, dtype=torch.int32)
-skinny_impl.strips = lambda product, gpu: Strips(32, 8, 2, 1)
+skinny_impl.strips = lambda product, gpu: Strips(32, 64, 2, 8, 1)
 skinny_impl.workspace.per_stream = lambda *_: lambda: (sums, flags)
 run = skinny_impl.prepare(on, a, b, None, "ieee", None, False)
 first = run(a, b)

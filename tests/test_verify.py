@@ -251,7 +251,7 @@ def test_a_case_alone(tmp_path: Path) -> None:
     """One that a quick run leaves out as well: what failed in a full run is run again so."""
     code, report = verify("rms_norm", "--case", "wide-odd", folder=tmp_path)
     assert (code, sum(row["run"] for row in report["checks"])) == (0, 2 * len(FLOATS))
-    launch = Result("matmul", "launches", "skinny", "few-rows-deep skinny:6", "", "", False)
+    launch = Result("matmul", "launches", "skinny", "few-rows-deep skinny:64x6", "", "", False)
     assert "--only launches --backend skinny --case few-rows-deep" in launch.repro("cpu")
     named = Result("relu", "cases", "triton", "one-dim", "float32", "forward", False, seed=3)
     assert "--only cases --backend triton --case one-dim --seed 3" in named.repro("cpu")
@@ -261,7 +261,7 @@ def test_a_case_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["always", "later"])
 def test_one_launch_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    op, wrong = registry()["matmul"], Choice("skinny", (4,))
+    op, wrong = registry()["matmul"], Choice("skinny", (64, 4))
     runs: Counter[Choice | None] = Counter()
 
     def prepare(op: Op, args: Any, backend: str) -> Any:
@@ -274,7 +274,9 @@ def test_one_launch_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, when:
     monkeypatch.setattr(dispatch, "prepare", prepare)
     results = list(CHECKS["launches"](Context(op, "skinny", "cpu", False, 0, 0, "few-rows-deep")))
     found = {result.case: result.message for result in results}
-    assert set(found) == {f"few-rows-deep skinny:{stages}" for stages in (6, 4, 3)}
+    assert set(found) == {
+        f"few-rows-deep skinny:{launch}" for launch in ("64x6", "64x4", "64x3", "128x4")
+    }
     failed = [result.case for result in results if not result.passed]
     assert failed == [f"few-rows-deep {wrong}"]
     assert ("bits differ" in found[failed[0]]) == (when == "later")

@@ -119,12 +119,15 @@ def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
 # --- few rows ------------------------------------------------------------------------------------
 
 MOST_ROWS = 64
-STRIP = 64  # columns of b that a program multiplies
 STRIP_DEPTH = 128
-STRIP_BASE_US, STRIP_BYTES_PER_US = 3.3, 4.05e6
-STRIP_STEP_US, STRIP_ROW_US = 0.107, 0.0038  # of a step, and more for each row of a tile
-STRIP_GATHER_US = 0.0092  # for each part of a strip and row of a tile: its sums go and come back
-STAGES = (6, 4, 3)  # of one program of an SM, or of two
+STRIP_BASE_US, STRIP_BYTES_PER_US = 3.5, 4.37e6
+STRIP_AGAIN = 0.12  # what a byte of a costs, read from L2 by every strip, beside one from memory
+# of a step: for each column of b, and for each row of a tile
+STRIP_COLUMN_US, STRIP_ROW_US = 0.0018, 0.0039
+STRIP_GATHER_US = 0.00013  # for each part of a strip, row and column: sums go and come back
+# By the columns of b that a program multiplies: steps under way, the most first. One program of an
+# SM has the first, two have the others. Wide strips read a less often, and are more to add up.
+STAGES = {64: (6, 4, 3), 128: (4,)}
 
 
 @dataclass(frozen=True)
@@ -132,53 +135,60 @@ class Strips:
     """Of `skinny_impl`."""
 
     rows: int  # of a tile: 16, 32 or 64
-    splits: int
+    columns: int
     stages: int
+    splits: int
     each: int  # programs of an SM at a time
 
 
-def strips(product: Product, gpu: Gpu, stages: int = 0) -> Strips:
-    """With so many stages on their way; 0: as many as the model likes best."""
-    if not stages:
-        able = [some for (some,) in stages_of(product, gpu)]
-        stages = min(able, key=lambda some: skinny_us(product, torch.bfloat16, gpu, some))
-    count, steps = programs(product.n, STRIP), programs(product.k, STRIP_DEPTH)
-    each = 2 if 2 * stages <= _held(product, gpu) else 1  # programs of an SM
+def strips(product: Product, gpu: Gpu, *launch: int) -> Strips:
+    """With these columns and stages, or with those that the model likes best."""
+    if not launch:
+        able = strip_launches(product, gpu)
+        launch = min(able, key=lambda one: skinny_us(product, torch.bfloat16, gpu, *one))
+    columns, stages = launch
+    count, steps = programs(product.n, columns), programs(product.k, STRIP_DEPTH)
+    each = 2 if 2 * stages <= _held(product, gpu, columns) else 1
     splits = max(min(each * gpu.sm_count // count, steps), 1)
-    return Strips(_tile_rows(product), splits, stages, each)
+    return Strips(_tile_rows(product), columns, stages, splits, each)
 
 
-def stages_of(product: Product, gpu: Gpu) -> list[tuple[int]]:
-    """Those that shared memory holds: the most for one program of an SM, others for two."""
-    held = _held(product, gpu)
-    most = next(some for some in STAGES if some <= held)
-    return [(some,) for some in STAGES if some == most or 2 * some <= held]
+def strip_launches(product: Product, gpu: Gpu) -> list[tuple[int, int]]:
+    """Those that shared memory holds: the most stages for one program of an SM, others for two."""
+    found = []
+    for columns, every in STAGES.items():
+        held = _held(product, gpu, columns)
+        most = next((stages for stages in every if stages <= held), 0)
+        found += [(columns, some) for some in every if some == most or 2 * some <= held]
+    return found
 
 
-def _held(product: Product, gpu: Gpu) -> int:
+def _held(product: Product, gpu: Gpu, columns: int) -> int:
     """Stages, of halves, that shared memory has room for."""
-    return gpu.shared_per_block // (2 * STRIP_DEPTH * (STRIP + _tile_rows(product)))
+    return gpu.shared_per_block // (2 * STRIP_DEPTH * (columns + _tile_rows(product)))
 
 
 def _tile_rows(product: Product) -> int:
     return next(rows for rows in (16, 32, 64) if product.m <= rows)
 
 
-def skinny_us(product: Product, dtype: torch.dtype, gpu: Gpu, stages: int = 0) -> float:
+def skinny_us(product: Product, dtype: torch.dtype, gpu: Gpu, *launch: int) -> float:
     """Wave after wave: the last one may have few programs, which read slowly."""
-    found = strips(product, gpu, stages)
+    found = strips(product, gpu, *launch)
     steps = programs(programs(product.k, STRIP_DEPTH), found.splits)
-    count = programs(product.n, STRIP) * found.splits
-    most, step_us = found.each * gpu.sm_count, STRIP_STEP_US + STRIP_ROW_US * found.rows
+    count = programs(product.n, found.columns) * found.splits
+    most = found.each * gpu.sm_count
+    step_us = STRIP_COLUMN_US * found.columns + STRIP_ROW_US * found.rows
+    moved = _bytes(product, dtype) * (1 + STRIP_AGAIN * found.rows / found.columns)
 
     def wave(size: int) -> float:
         reading = programs(size, gpu.sm_count) * steps * step_us
-        moving = _bytes(product, dtype) * size / count / STRIP_BYTES_PER_US
-        return max(reading, moving)
+        return max(reading, moved * size / count / STRIP_BYTES_PER_US)
 
     whole = (count - 1) // most
     us = STRIP_BASE_US + whole * wave(most) + wave(count - whole * most)
-    return us + (STRIP_GATHER_US * found.splits * found.rows if found.splits > 1 else 0)
+    parts = found.splits * found.columns if found.splits > 1 else 0
+    return us + STRIP_GATHER_US * parts * found.rows
 
 
 # --- others --------------------------------------------------------------------------------------

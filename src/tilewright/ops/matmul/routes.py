@@ -36,7 +36,7 @@ def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
     """Who can serve a call; among equals the first is taken."""
     product = seen(*args[:2])
     found: dict[str, Callable[[], Sequence[tuple[int, ...]]]] = {
-        "skinny": lambda: launches.stages_of(product, gpu),
+        "skinny": lambda: launches.strip_launches(product, gpu),
         "gluon": lambda: [(columns,) for columns in launches.STEP_US],
         "triton": lambda: [()],
     }

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tilewright.gpu import Gpu
 from tilewright.ops.matmul import routes
-from tilewright.ops.matmul.launches import MOST_ROWS, STRIP, STRIP_DEPTH, strips
+from tilewright.ops.matmul.launches import MOST_ROWS, STRIP_DEPTH, strips
 from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import bind, is_interpreted, programs
 from tilewright.toolkit.matmul_call import Product, see, too_long
@@ -133,11 +133,11 @@ def refuses(
 
 
 def _bind(
-    product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.dtype, gpu: Gpu, *stages: int
+    product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.dtype, gpu: Gpu, *launch: int
 ) -> Any:
     """(`run(c, a, b, sums, flags)`, floats and flags that it needs)."""
-    choice, vec = strips(product, gpu, *stages), _vector(a)
-    tiles, steps = programs(product.n, STRIP), programs(product.k, STRIP_DEPTH)
+    choice, vec = strips(product, gpu, *launch), _vector(a)
+    tiles, steps = programs(product.n, choice.columns), programs(product.k, STRIP_DEPTH)
     is_split = choice.splits > 1
     run = bind(
         _few_rows,
@@ -148,7 +148,7 @@ def _bind(
             product.b.pitch // vec, steps, choice.splits,
         ),
         {
-            "VEC": vec, "BLOCK_M": choice.rows, "BLOCK_N": STRIP, "BLOCK_K": STRIP_DEPTH,
+            "VEC": vec, "BLOCK_M": choice.rows, "BLOCK_N": choice.columns, "BLOCK_K": STRIP_DEPTH,
             "A_BY_ROWS": product.a.by_rows, "B_BY_ROWS": product.b.by_rows,
             "EVEN_K": product.k % STRIP_DEPTH == 0, "SPLIT": is_split,
             "WIDE": is_interpreted(_few_rows) and a.dtype == torch.bfloat16,
@@ -157,7 +157,8 @@ def _bind(
         num_warps=4,
         num_stages=choice.stages,
     )  # fmt: skip
-    return run, tiles * choice.splits * choice.rows * STRIP if is_split else 0, tiles
+    sums = tiles * choice.splits * choice.rows * choice.columns if is_split else 0
+    return run, sums, tiles
 
 
 def prepare(
@@ -165,8 +166,8 @@ def prepare(
 ) -> Callable[..., torch.Tensor]:
     product, out = see(a, b), out_dtype or a.dtype
     assert product is not None
-    stages = routes.launch("skinny", gpu, a, b, out_dtype, *rest)
-    kernel, sums, flags = _bind(product, a, b, out, gpu, *stages)
+    launch = routes.launch("skinny", gpu, a, b, out_dtype, *rest)
+    kernel, sums, flags = _bind(product, a, b, out, gpu, *launch)
     new_c = memory.contiguous(product.shape, out, a.device)
     room = workspace.per_stream(sums, flags, a.device) if sums else lambda: (None, None)
 

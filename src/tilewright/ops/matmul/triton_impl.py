@@ -59,6 +59,9 @@ HALVES = (
     Launch(64, 64, 64, 4, 4),
     Launch(16, 128, 64, 4, 4),
 )
+# The largest where b lies by rows: shorter steps are quicker there. Of a b that lies by columns they
+# would read pieces of 64 bytes.
+SHORT_STEPS = Launch(128, 256, 32, 8, 5, group=16)
 TF32 = (Launch(128, 128, 32, 8, 3), Launch(64, 64, 32, 4, 4), Launch(16, 64, 32, 4, 4))
 # Halves that are read one by one pass through registers on their way to shared memory.
 ONE_BY_ONE = (Launch(64, 64, 32, 4, 2), Launch(16, 128, 64, 4, 2))
@@ -72,7 +75,7 @@ BLOCK_SUM = 1024
 
 def launch(
     m: int, n: int, k: int, count: int, dtype: torch.dtype, precision: str, whole: bool, gpu: Gpu,
-    block: tuple[int, ...] | None = None,
+    block: tuple[int, ...] | None = None, b_by_rows: bool = False,
 ) -> Launch:  # fmt: skip
     """For `count` products of [m, k] and [k, n]; `whole` 16 bytes are read at once."""
     exact = dtype == torch.float32 and precision == "ieee"
@@ -85,6 +88,8 @@ def launch(
     for each in reversed(large):  # the largest that leaves no SM idle
         if each.stages >= WORTH and _tiles(each, m, n) * count >= gpu.sm_count:
             choice = each
+    if choice == HALVES[0] and b_by_rows:
+        choice = SHORT_STEPS
     if m <= FEW_ROWS:
         choice = few
     parts = min(gpu.sm_count // (_tiles(choice, m, n) * count), k // PART)
@@ -312,7 +317,8 @@ def prepare(
     if not p.k:
         return lambda *_: new_c().zero_()
     vec = _vector(p, a, b)
-    choice = launch(p.m, p.n, p.k, p.count, a.dtype, precision, vec > 1, gpu, block)
+    by_rows = p.b.by_rows
+    choice = launch(p.m, p.n, p.k, p.count, a.dtype, precision, vec > 1, gpu, block, by_rows)
     if choice.splits == 1:
         return _bind(p, choice, vec, a, b, out, precision, new_c)
     total = p.count * p.m * p.n
