@@ -25,6 +25,7 @@ from tilewright.bench.timing import Broken
 from tilewright.cli import app
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.explain import explain_call
+from tilewright.ops.matmul.op import OP as MATMUL
 from tilewright.spec import Args, Backend, Case, Choice, Cost, Op, Tuning, normal
 from tilewright.tuned import file
 from tilewright.tuned.file import Bucket, Device, Timed, Unusable
@@ -586,6 +587,18 @@ def test_a_bucket_is_a_line_and_nothing_depends_on_the_day(tables: Path) -> None
 def test_choices_are_words() -> None:
     for choice in (*ORDER, Choice("cuda_v2", (1,))):
         assert Choice.of(str(choice)) == choice
+
+
+def test_a_comment_is_no_other_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is code; a name, a number or a text of it is another one."""
+    text = "def f(x):  # of a call\n    # so it is\n    return g(x, '# no comment')\n"
+    for same in (text.replace("of a call", "of one"), text.replace("    # so it is\n", "\n")):
+        assert run._without_comments(same) == run._without_comments(text)
+    for other in (text.replace("g(", "h("), text.replace("# no", "#no"), text.replace("x", "y")):
+        assert run._without_comments(other) != run._without_comments(text)
+    source = run.source_of(MATMUL)
+    monkeypatch.setattr(run, "_without_comments", lambda text: text + "more")
+    assert run.source_of(MATMUL) != source
 
 
 def test_a_part_is_measured_beside_its_like_only(monkeypatch: pytest.MonkeyPatch) -> None:

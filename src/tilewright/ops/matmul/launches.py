@@ -120,11 +120,11 @@ def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
 
 MOST_ROWS = 64
 STRIP_DEPTH = 128
-STRIP_BASE_US, STRIP_BYTES_PER_US = 3.5, 4.37e6
-STRIP_AGAIN = 0.12  # what a byte of a costs, read from L2 by every strip, beside one from memory
+STRIP_BASE_US, STRIP_BYTES_PER_US = 3.4, 4.28e6
+STRIP_AGAIN = 0.106  # what a byte of a costs, read from L2 by every strip, beside one from memory
 # of a step: for each column of b, and for each row of a tile
-STRIP_COLUMN_US, STRIP_ROW_US = 0.0018, 0.0039
-STRIP_GATHER_US = 0.00013  # for each part of a strip, row and column: sums go and come back
+STRIP_COLUMN_US, STRIP_ROW_US = 0.0017, 0.004
+STRIP_GATHER_US = 0.000105  # for each part of a strip, row and column: sums go and come back
 # By the columns of b that a program multiplies: steps under way, the most first. One program of an
 # SM has the first, two have the others. Wide strips read a less often, and are more to add up.
 STAGES = {64: (6, 4, 3), 128: (4,)}

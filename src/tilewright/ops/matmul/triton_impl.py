@@ -59,8 +59,8 @@ HALVES = (
     Launch(64, 64, 64, 4, 4),
     Launch(16, 128, 64, 4, 4),
 )
-# The largest where b lies by rows: shorter steps are quicker there. Of a b that lies by columns they
-# would read pieces of 64 bytes.
+# The largest where b lies by rows: shorter steps are quicker there. Of a b that lies by columns
+# they would read pieces of 64 bytes.
 SHORT_STEPS = Launch(128, 256, 32, 8, 5, group=16)
 TF32 = (Launch(128, 128, 32, 8, 3), Launch(64, 64, 32, 4, 4), Launch(16, 64, 32, 4, 4))
 # Halves that are read one by one pass through registers on their way to shared memory.
