@@ -1,0 +1,93 @@
+"""Hold matmul's own kernels against cuBLAS at squares and prefill, whichever a table would take.
+
+    python scripts/check_prefill.py --record results/h200/routes-prefill-matmul.jsonl
+
+The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares of
+float32 in tf32. `gluon` with the launch that the table names for it, cuBLAS and, for squares, the
+portable kernel are checked and timed as `tilewright tune` does it. Inputs are drawn on the GPU:
+bench draws them on the host, which takes most of an hour for products of this size. On an H200 this
+takes some two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright import doctor, gpu, tuned
+from tilewright.ops import registry
+from tilewright.spec import Args, Case, Choice
+from tilewright.tuning.measure import measure
+from tilewright.tuning.plan import Job
+from tilewright.tuning.run import instruments
+
+LOW = 0.92  # parts of cuBLAS's speed below it are counted
+TF32 = (2048, 4096, 8192)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Held(Job):
+    """One launch of each backend, as a call that names the backend would take it."""
+
+    def expected(self, gpu: gpu.Gpu, args: Args) -> dict[Choice, float]:
+        every = super().expected(gpu, args)
+        found = tuned.decide(gpu, self.op.name, self.place(args), every)
+        best = {name: choice for name, (choice, _) in found.best.items()} if found else {}
+        for choice in sorted(every, key=lambda choice: every[choice]):
+            best.setdefault(choice.backend, choice)  # the model's word
+        wanted = ("gluon", "torch", *(["triton"] if self.case.group == "sweep" else []))
+        return {best[name]: every[best[name]] for name in wanted}
+
+
+def jobs() -> Iterator[Held]:
+    op = registry()["matmul"]
+    for case in op.cases:
+        if case.group in ("sweep", "prefill") and "precision" not in case.dims:
+            yield from (Held(op, case, dtype) for dtype in HALVES)
+    for size in TF32:
+        dims = {"shape": (size, size), "n": size, "b": "column", "precision": "tf32"}
+        yield Held(op, Case(f"{size} NT tf32", dims, "tf32"), torch.float32)
+
+
+def held(job: Held, tools: Any) -> dict[str, Any]:
+    found = measure(job, tools).bucket
+    return {
+        "case": job.case.name,
+        "dims": job.dims,
+        "dtype": job.dtype_name,
+        "launches": [str(choice) for choice in found.times],
+        "times": {choice.backend: timed.us for choice, timed in found.times.items()},
+        "refused": {str(choice): why for choice, why in found.refused.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, required=True)
+    given = parser.parse_args()
+    on = gpu.detect() if torch.cuda.is_available() else None
+    if on is None:
+        parser.error("torch sees no GPU here, and kernels are held against times on one.")
+    tools, rows = instruments(on, 0), []
+    with given.record.open("w", encoding="utf-8") as record:
+        record.write(json.dumps({"environment": doctor.environment()}) + "\n")
+        for job in jobs():
+            rows.append(held(job, tools))
+            record.write(json.dumps(rows[-1]) + "\n")
+            record.flush()
+    halves = [row["times"] for row in rows if row["dtype"] != "float32"]
+    parts = [times["torch"] / times["gluon"] if "gluon" in times else 0.0 for times in halves]
+    mean = math.exp(sum(map(math.log, parts)) / len(parts)) if all(parts) else 0.0
+    low, wrong = sum(part < LOW for part in parts), sum(len(row["refused"]) for row in rows)
+    print(f"{len(rows)} cells, {wrong} choices refused")
+    print(f"gluon: geometric mean {mean:.4f}, least {min(parts):.4f}, {low} below {LOW}")
+
+
+if __name__ == "__main__":
+    main()
