@@ -600,12 +600,26 @@ def test_kernels_stand_beside_cublas_by_records(tmp_path: Path) -> None:
     record = tmp_path / "results" / "h200" / "routes-matmul.jsonl"
     cells = [{"environment": {}}, *({"dims": "1x2", "part_of_best": part} for part in (1.0, 0.81))]
     record.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    squares = {"gluon": 10.0, "triton": 12.5, "torch": 10.0}
+    held = [
+        {"dims": "8192x8192,n=8192,b=row", "dtype": "float16", "times": squares},
+        {"dims": "512x4096,n=5120", "dtype": "bfloat16", "times": {"gluon": 10.0, "torch": 8.0}},
+        {
+            "dims": "2048x2048,n=2048,b=column,precision=tf32",
+            "dtype": "float32",
+            "times": {"gluon": 10.0, "torch": 9.5},
+        },
+    ]
+    record = tmp_path / "results" / "h200" / "routes-prefill-matmul.jsonl"
+    record.write_text("".join(json.dumps(cell) + "\n" for cell in ({"environment": {}}, *held)))
     shown = _rendered(tmp_path, "matmul-beside-cublas", "bench-prefill-matmul", found)
     for line in (
-        "squares and prefill | 2 | 1.044 | 0.90 at 512 x 4096 x 4096, NT, bf16 | 1 below 0.92 |",
+        "squares and prefill | 4 | 0.966 | 0.80 at 512 x 5120 x 4096, NN, bf16 | 2 below 0.92 |",
         "layers of 32 to 100 MB | 1 | 1.250 | 1.25 at 64 x 4096 x 4096, NT, bf16 | 0 below 1 |",
         "| `skinny`, layers of 100 MB and more | 1 | 1.100 |",
-        "| `triton`, squares of 4096 and 8192 | 1 | 0.850 |",
+        "| `triton`, squares of 4096 and 8192, NT | 1 | 0.850 |",
+        "| `triton`, squares of 4096 and 8192, NN | 1 | 0.800 |",
+        "| `gluon`, squares in tf32, NT | 1 | 0.950 |",
         "| routes, rows and layers that are in no table | 2 | 0.900 | 0.81 at 1x2 | 1 below 0.93 |",
     ):
         assert line in shown

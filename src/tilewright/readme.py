@@ -37,6 +37,7 @@ from tilewright.bench.contest import (
 )
 from tilewright.bench.record import Record, Row, read
 from tilewright.bench.rivals import NAMES
+from tilewright.dims import parse
 from tilewright.gpu import Gpu, known, pretend
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
@@ -546,23 +547,30 @@ class Bar(NamedTuple):
 
 
 def matmul_beside_cublas(root: Path) -> str:
-    """cuBLAS's time over that of our kernels in bench's records, by kernel and kind of product; and
-    of check_routes.py's record the quickest choice's time over that of the one that was taken."""
-    records = [found for name in MATMUL_RECORDS if (found := _bench(root, name))]
+    """cuBLAS's time over that of our kernels, by kernel and kind of product, in the records of
+    bench and check_prefill.py; and of check_routes.py's the quickest choice's over that of the one
+    that was taken."""
     cells: dict[Bar, list[tuple[float, str]]] = defaultdict(list)
+
+    def beside(kernel: str, dims: Mapping[str, Any], dtype: str, ratio: float) -> None:
+        bar = _bar(kernel, dims, dtype)
+        if bar is not None:
+            cells[bar].append((ratio, f"{_of_matmul(dims)}, {SHORT[dtype]}"))
+
+    records = [found for name in MATMUL_RECORDS if (found := _bench(root, name))]
     for contest in _distinct([each for found in records for each in contests(found.rows)]):
-        theirs, dims = contest.rows.get("vendor"), contest.first.dims
-        where = f"{_of_matmul(dims)}, {SHORT[contest.first.dtype]}"
-        for kernel in ("gluon", "skinny", "triton"):
-            ours, bar = contest.rows.get(kernel), _bar(kernel, contest.first)
-            if ours and theirs and bar and has_number(ours) and has_number(theirs):
-                cells[bar].append((time_of(theirs) / time_of(ours), where))
-    path = root / "results" / "h200" / "routes-matmul.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        facts = json.loads(line)
-        if "dims" in facts:
-            bar = Bar("routes, rows and layers that are in no table", 0.93)
-            cells[bar].append((facts["part_of_best"], facts["dims"]))
+        theirs, first = contest.rows.get("vendor"), contest.first
+        for kernel in ("gluon", "skinny", "triton") if first.phase == "forward" else ():
+            ours = contest.rows.get(kernel)
+            if ours and theirs and has_number(ours) and has_number(theirs):
+                beside(kernel, first.dims, first.dtype, time_of(theirs) / time_of(ours))
+    for facts in _cells_of(root, "routes-prefill-matmul"):
+        dims, times = parse(registry()["matmul"], facts["dims"], "readme"), facts["times"]
+        for kernel in times.keys() - {"torch"}:
+            beside(kernel, dims, facts["dtype"], times["torch"] / times[kernel])
+    for facts in _cells_of(root, "routes-matmul"):
+        bar = Bar("routes, rows and layers that are in no table", 0.93)
+        cells[bar].append((facts["part_of_best"], facts["dims"]))
     if not cells:
         return NOT_MEASURED
     rows = []
@@ -577,16 +585,24 @@ def matmul_beside_cublas(root: Path) -> str:
     return _table(heads, sorted(rows))
 
 
-def _bar(kernel: str, row: Row) -> Bar | None:
+def _cells_of(root: Path, record: str) -> list[dict[str, Any]]:
+    """Of a script's record: all lines but the first, which tells of the machine."""
+    path = root / "results" / "h200" / f"{record}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines[1:]]
+
+
+def _bar(kernel: str, dims: Mapping[str, Any], dtype: str) -> Bar | None:
     """None: it is not of interest."""
-    dims = row.dims
     (m, k), n = dims["shape"], dims["n"]
-    if row.dtype not in ("bfloat16", "float16") or row.phase != "forward":
-        return None
+    is_square, lie = m == n == k, "NT" if dims.get("b") == "column" else "NN"
+    if dtype not in ("bfloat16", "float16"):
+        tf32 = kernel == "gluon" and dims.get("precision") == "tf32" and is_square
+        return Bar(f"`gluon`, squares in tf32, {lie}", 0.9) if tf32 else None
     if kernel == "gluon" and m >= MANY:
         return Bar("`gluon`, squares and prefill", 0.92)
-    if kernel == "triton" and m == n == k and m in (4096, 8192):
-        return Bar("`triton`, squares of 4096 and 8192", 0.85)
+    if kernel == "triton" and is_square and m in (4096, 8192):
+        return Bar(f"`triton`, squares of 4096 and 8192, {lie}", 0.85)
     if kernel == "skinny" and m <= FEW:
         size = HALF * n * k / 1e6
         which = "of 100 MB and more" if size >= 100 else "of 32 to 100 MB" if size >= 32 else ""
