@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tilewright import gpu as gpus
 from tilewright.bench import record
+from tilewright.ops import registry
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,6 +80,23 @@ def test_routes_were_held_against_times_everywhere() -> None:
         assert not cell["wrong"]
         best, taken = min(cell["times"].values()), cell["times"][cell["chosen"]]
         assert cell["part_of_best"] == pytest.approx(best / taken, abs=1e-4)
+
+
+def test_kernels_were_held_against_cublas_at_squares_and_prefill() -> None:
+    """Every case of both suites in both halves, and squares in tf32; nothing above the peak."""
+    path = ROOT / "results/h200/routes-prefill-matmul.jsonl"
+    _, *cells = map(json.loads, path.read_text("utf-8").splitlines())
+    op, h200 = registry()["matmul"], gpus.pretend("h200")
+    cases = [case for case in op.cases if case.group in ("sweep", "prefill")]
+    names = [case.name for case in cases if "precision" not in case.dims]
+    found = [(cell["case"], cell["dtype"]) for cell in cells if cell["dtype"] != "float32"]
+    assert sorted(found) == sorted(itertools.product(names, ("bfloat16", "float16")))
+    assert len(cells) == len(found) + 3
+    for cell in cells:
+        assert not cell["refused"] and cell["times"].keys() >= {"gluon", "torch"}
+        m, k, n = map(int, re.findall(r"\d+", cell["dims"])[:3])
+        peak = h200.peaks["tf32" if cell["dtype"] == "float32" else "fp16"]
+        assert all(2e6 * m * n * k / us < peak for us in cell["times"].values())
 
 
 @pytest.mark.parametrize("path", [p for p in RECORDS if "routes" not in p.name], ids=str)

@@ -128,6 +128,7 @@ STRIP_GATHER_US = 0.000105  # for each part of a strip, row and column: sums go 
 # By the columns of b that a program multiplies: steps under way, the most first. One program of an
 # SM has the first, two have the others. Wide strips read a less often, and are more to add up.
 STAGES = {64: (6, 4, 3), 128: (4,)}
+WIDE, WIDE_SM = 128, 90  # before it, tensor cores read registers, which wide strips have too few of
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def strip_launches(product: Product, gpu: Gpu) -> list[tuple[int, int]]:
     """Those that shared memory holds: the most stages for one program of an SM, others for two."""
     found = []
     for columns, every in STAGES.items():
-        held = _held(product, gpu, columns)
+        held = _held(product, gpu, columns) if columns < WIDE or gpu.sm >= WIDE_SM else 0
         most = next((stages for stages in every if stages <= held), 0)
         found += [(columns, some) for some in every if some == most or 2 * some <= held]
     return found
