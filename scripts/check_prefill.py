@@ -2,11 +2,10 @@
 
     python scripts/check_prefill.py --record results/h200/routes-prefill-matmul.jsonl
 
-The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares of
-float32 in tf32. `gluon` with the launch that the table names for it, cuBLAS and, for squares, the
-portable kernel are checked and timed as `tilewright tune` does it. Inputs are drawn on the GPU:
-bench draws them on the host, which takes most of an hour for products of this size. On an H200 this
-takes some two minutes.
+The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares in
+tf32 with both operands along K. `gluon` with the launch that the table names for it, cuBLAS and,
+for squares, the portable kernel are checked and timed as `tilewright tune` does it, with inputs that
+are drawn on the GPU. On an H200 this takes less than a minute.
 """
 
 from __future__ import annotations
@@ -74,6 +73,11 @@ def main() -> None:
     on = gpu.detect() if torch.cuda.is_available() else None
     if on is None:
         parser.error("torch sees no GPU here, and kernels are held against times on one.")
+    first = next(jobs())
+    if "gluon" not in {choice.backend for choice in Job.expected(first, on, first.meta())}:
+        parser.error(
+            f"{on.name} has no kernel of ours to hold against cuBLAS but the portable one."
+        )
     tools, rows = instruments(on, 0), []
     with given.record.open("w", encoding="utf-8") as record:
         record.write(json.dumps({"environment": doctor.environment()}) + "\n")

@@ -595,6 +595,10 @@ def test_kernels_stand_beside_cublas_by_records(tmp_path: Path) -> None:
         *rows(1, 8192, 8192, "bfloat16", skinny=10.0, vendor=11.0),
         *rows(4096, 4096, 4096, "bfloat16", triton=10.0, vendor=8.5),
         *rows(4096, 4096, 4096, "float32", triton=10.0, vendor=3.4),  # tf32 is another matter
+        *(
+            {**row, "phase": "backward"}
+            for row in rows(2048, 64, 64, "float16", gluon=9.0, vendor=1.0)
+        ),
     ]
     (tmp_path / "results" / "h200").mkdir(parents=True)
     record = tmp_path / "results" / "h200" / "routes-matmul.jsonl"
@@ -607,7 +611,7 @@ def test_kernels_stand_beside_cublas_by_records(tmp_path: Path) -> None:
         {
             "dims": "2048x2048,n=2048,b=column,precision=tf32",
             "dtype": "float32",
-            "times": {"gluon": 10.0, "torch": 9.5},
+            "times": {"gluon": 10.0, "triton": 90.0, "torch": 9.5},
         },
     ]
     record = tmp_path / "results" / "h200" / "routes-prefill-matmul.jsonl"

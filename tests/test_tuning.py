@@ -589,16 +589,37 @@ def test_choices_are_words() -> None:
         assert Choice.of(str(choice)) == choice
 
 
-def test_a_comment_is_no_other_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comment_is_no_other_source() -> None:
     """What was measured is code; a name, a number or a text of it is another one."""
     text = "def f(x):  # of a call\n    # so it is\n    return g(x, '# no comment')\n"
     for same in (text.replace("of a call", "of one"), text.replace("    # so it is\n", "\n")):
         assert run._without_comments(same) == run._without_comments(text)
     for other in (text.replace("g(", "h("), text.replace("# no", "#no"), text.replace("x", "y")):
         assert run._without_comments(other) != run._without_comments(text)
-    source = run.source_of(MATMUL)
-    monkeypatch.setattr(run, "_without_comments", lambda text: text + "more")
-    assert run.source_of(MATMUL) != source
+    deeper = text.replace("    return", "        return")
+    assert run._without_comments(deeper) != run._without_comments(text)
+    far = "a = '\f'\nx = 12  # of it\ny = 345678  # of it\n"  # a line for Python is one for us
+    assert run._without_comments(far) == "a = '\f'\nx = 12\ny = 345678"
+
+
+def test_the_source_is_of_all_kernels_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def source(**files: str) -> str:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for name, text in files.items():
+            (tmp_path / name.replace("__", ".")).write_text(text)
+        return run.source_of(MATMUL)
+
+    monkeypatch.setattr(run.inspect, "getfile", lambda _: str(tmp_path / "routes.py"))
+    files = {"a_impl__py": "x = 1  # one", "b__cu": "int x;  // one", "notes__py": "y = 1"}
+    first = source(**files)
+    assert source(**{**files, "a_impl__py": "x = 1  # two"}) == first
+    assert source(**{**files, "notes__py": "y = 2"}) == first
+    assert source(**{**files, "a_impl__py": "x = 2"}) != first
+    assert source(**{**files, "b__cu": "int x;  // two"}) != first
+    assert source(a_kernels__py=files["a_impl__py"], b__cu=files["b__cu"]) != first
 
 
 def test_a_part_is_measured_beside_its_like_only(monkeypatch: pytest.MonkeyPatch) -> None:

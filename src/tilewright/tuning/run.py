@@ -170,7 +170,7 @@ def source_of(op: Op) -> str:
 
 def _without_comments(text: str) -> str:
     """Of Python: a word about the code is no reason to measure again."""
-    lines = text.splitlines()
+    lines = text.split("\n")  # as tokenize counts them
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
