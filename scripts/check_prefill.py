@@ -4,8 +4,8 @@
 
 The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares in
 tf32 with both operands along K. `gluon` with the launch that the table names for it, cuBLAS and,
-for squares, the portable kernel are checked and timed as `tilewright tune` does it, with inputs that
-are drawn on the GPU. On an H200 this takes less than a minute.
+for squares, the portable kernel are checked and timed as `tilewright tune` does it. On an H200 this
+takes less than a minute.
 """
 
 from __future__ import annotations
