@@ -53,7 +53,9 @@ def test_strips_fit_their_gpu(on: gpu.Gpu) -> None:
                 assert not launch or launch == (found.columns, found.stages)
                 assert found.rows == next(rows for rows in (16, 32, 64) if m <= rows)
                 stage = 2 * launches.STRIP_DEPTH * (found.columns + found.rows)
-                assert found.stages * found.each * stage <= on.shared_per_block
+                assert found.stages * stage <= on.shared_per_block
+                fits_twice = 2 * found.stages * stage <= on.shared_per_block
+                assert found.each == (2 if fits_twice else 1)
                 assert found.stages >= 3
                 steps = programs(k, launches.STRIP_DEPTH)
                 assert 1 <= found.splits <= steps
@@ -66,7 +68,7 @@ def test_strips_fit_their_gpu(on: gpu.Gpu) -> None:
 
 
 def test_the_models_strips_are_near_the_quickest_that_were_measured() -> None:
-    """As on an H200: the worst is 64 rows of 4608 x 3584, where six stages outrun three."""
+    """As on an H200: the worst is 48 rows of 4608 x 3584, where six stages outrun three."""
     table = tuned.table(H200, "matmul")
     assert table is not None
     parts = []
@@ -78,7 +80,7 @@ def test_the_models_strips_are_near_the_quickest_that_were_measured() -> None:
             able = launches.strip_launches(product(m, n, k), H200)
             own = launches.strips(product(m, n, k), H200)
             parts.append(min(us[launch] for launch in able) / us[own.columns, own.stages])
-    assert len(parts) > 80 and statistics.geometric_mean(parts) > 0.98 and min(parts) > 0.85
+    assert len(parts) > 80 and statistics.geometric_mean(parts) > 0.99 and min(parts) > 0.9
 
 
 def test_deep_products_of_few_columns_are_split() -> None:
@@ -114,13 +116,17 @@ def test_the_room_of_few_rows(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
 
 
 def test_the_table_of_the_h200_is_of_these_kernels() -> None:
-    """Every product of the grid, and winners that are no worse than an incumbent may be."""
+    """Every product of the grid, with the model's word of now, and winners that are no worse than
+    an incumbent may be."""
     table = tuned.table(H200, "matmul")
     assert table is not None
     assert table.source == source_of(op.OP)
-    places = [job.place(job.meta()) for job in grid(op.OP)]
-    assert [bucket.key for bucket in table.buckets] == list(dict.fromkeys(places))
+    jobs = {job.place(job.meta()): job for job in grid(op.OP)}
+    assert [bucket.key for bucket in table.buckets] == list(jobs)
     for one in table.buckets:
+        model = jobs[one.key].expected(H200, jobs[one.key].meta())
+        for choice, timed in one.times.items():  # of four digits
+            assert timed.expected == pytest.approx(model[choice], rel=1e-3), (one.dims, choice)
         assert one.choice is not None
         best = min(timed.us for timed in one.times.values())
         assert one.times[one.choice].us <= best * (1 + tuned.STAY)
@@ -548,16 +554,18 @@ for m, n, k in ((17, 72, 1096), (5, 136, 1024)):
             assert torch.equal(run(a, b), wanted), (m, n, k, dtype, columns, splits)
 
 # floats: the same bits again, and a room whose flags are as they were
-a, b = torch.randn(17, 1096, generator=rng).half(), torch.randn(1096, 72, generator=rng).half()
-sums, flags = torch.empty(2 * 8 * 32 * 64), torch.zeros(2, dtype=torch.int32)
-skinny_impl.strips = lambda product, gpu: Strips(32, 64, 2, 8, 1)
-skinny_impl.workspace.per_stream = lambda *_: lambda: (sums, flags)
-run = skinny_impl.prepare(on, a, b, None, "ieee", None, False)
-first = run(a, b)
-assert not flags.any()
-sums.fill_(float("nan"))
-assert torch.equal(run(a, b), first)
-assert not flags.any() and not sums.isnan().any()  # each split has a place of its own
+a, b = torch.randn(17, 1096, generator=rng).half(), torch.randn(1096, 136, generator=rng).half()
+for columns in (64, 128):
+    tiles = -(-136 // columns)
+    sums, flags = torch.empty(tiles * 8 * 32 * columns), torch.zeros(tiles, dtype=torch.int32)
+    skinny_impl.strips = lambda product, gpu: Strips(32, columns, 2, 8, 1)
+    skinny_impl.workspace.per_stream = lambda *_: lambda: (sums, flags)
+    run = skinny_impl.prepare(on, a, b, None, "ieee", None, False)
+    first = run(a, b)
+    assert not flags.any()
+    sums.fill_(float("nan"))
+    assert torch.equal(run(a, b), first)
+    assert not flags.any() and not sums.isnan().any()  # each split has a place of its own
 """
 
 
