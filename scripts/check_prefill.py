@@ -4,17 +4,17 @@
 
 The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares in
 tf32 with both operands along K. `gluon` with the launch that the table names for it, cuBLAS and,
-for squares, the portable kernel are checked and timed as `tilewright tune` does it. On an H200 this
-takes less than a minute.
+for squares of halves, the portable kernel are checked and timed as `tilewright tune` does it. On an
+H200 this takes less than a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -86,11 +86,14 @@ def main() -> None:
             record.write(json.dumps(rows[-1]) + "\n")
             record.flush()
     halves = [row["times"] for row in rows if row["dtype"] != "float32"]
-    parts = [times["torch"] / times["gluon"] if "gluon" in times else 0.0 for times in halves]
-    mean = math.exp(sum(map(math.log, parts)) / len(parts)) if all(parts) else 0.0
+    both = [times for times in halves if times.keys() >= {"gluon", "torch"}]
+    parts = [times["torch"] / times["gluon"] for times in both]
     low, wrong = sum(part < LOW for part in parts), sum(len(row["refused"]) for row in rows)
     print(f"{len(rows)} cells, {wrong} choices refused")
-    print(f"gluon: geometric mean {mean:.4f}, least {min(parts):.4f}, {low} below {LOW}")
+    print(f"{len(halves) - len(both)} of {len(halves)} cells of halves left out: a time is missing")
+    if parts:
+        mean = geometric_mean(parts)
+        print(f"gluon: geometric mean {mean:.4f}, least {min(parts):.4f}, {low} below {LOW}")
 
 
 if __name__ == "__main__":

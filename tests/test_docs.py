@@ -613,6 +613,14 @@ def test_kernels_stand_beside_cublas_by_records(tmp_path: Path) -> None:
             "dtype": "float32",
             "times": {"gluon": 10.0, "triton": 90.0, "torch": 9.5},
         },
+        {  # no square
+            "dims": "512x4096,n=4096,b=column,precision=tf32",
+            "dtype": "float32",
+            "times": {"gluon": 10.0, "torch": 5.0},
+        },
+        # refused ones have no time, cuBLAS's or ours
+        {"dims": "8192x8192,n=8192", "dtype": "bfloat16", "times": {"gluon": 9.0, "triton": 9.0}},
+        {"dims": "8192x8192,n=8192", "dtype": "float16", "times": {"torch": 9.0}},
     ]
     record = tmp_path / "results" / "h200" / "routes-prefill-matmul.jsonl"
     record.write_text("".join(json.dumps(cell) + "\n" for cell in ({"environment": {}}, *held)))

@@ -566,7 +566,7 @@ def matmul_beside_cublas(root: Path) -> str:
                 beside(kernel, first.dims, first.dtype, time_of(theirs) / time_of(ours))
     for facts in _cells_of(root, "routes-prefill-matmul"):
         dims, times = parse(registry()["matmul"], facts["dims"], "readme"), facts["times"]
-        for kernel in times.keys() - {"torch"}:
+        for kernel in times.keys() - {"torch"} if "torch" in times else ():
             beside(kernel, dims, facts["dtype"], times["torch"] / times[kernel])
     for facts in _cells_of(root, "routes-matmul"):
         bar = Bar("routes, rows and layers that are in no table", 0.93)
