@@ -613,13 +613,16 @@ def test_the_source_is_of_all_kernels_of_the_folder(
         return run.source_of(MATMUL)
 
     monkeypatch.setattr(run.inspect, "getfile", lambda _: str(tmp_path / "routes.py"))
-    files = {"a_impl__py": "x = 1  # one", "b__cu": "int x;  // one", "notes__py": "y = 1"}
+    kernels = ("a_impl__py", "a_kernels__py", "a_math__py", "launches__py")
+    files = {**dict.fromkeys((*kernels, "notes__py"), "x = 1  # one"), "b__cu": "int x;  // one"}
     first = source(**files)
-    assert source(**{**files, "a_impl__py": "x = 1  # two"}) == first
-    assert source(**{**files, "notes__py": "y = 2"}) == first
-    assert source(**{**files, "a_impl__py": "x = 2"}) != first
+    assert source(**{**files, "notes__py": "x = 2"}) == first
+    for name in kernels:
+        assert source(**{**files, name: "x = 1  # two"}) == first, name
+        assert source(**{**files, name: "x = 2"}) != first, name
     assert source(**{**files, "b__cu": "int x;  // two"}) != first
-    assert source(a_kernels__py=files["a_impl__py"], b__cu=files["b__cu"]) != first
+    text = files.pop("a_impl__py")
+    assert source(**files, aa_impl__py=text) != first  # its name counts
 
 
 def test_a_part_is_measured_beside_its_like_only(monkeypatch: pytest.MonkeyPatch) -> None:
