@@ -128,7 +128,7 @@ STRIP_GATHER_US = 0.000105  # for each part of a strip, row and column: sums go 
 # By the columns of b that a program multiplies: steps under way, the most first. One program of an
 # SM has the first, two have the others. Wide strips read a less often, and are more to add up.
 STAGES = {64: (6, 4, 3), 128: (4,)}
-WIDE, WIDE_SM = 128, 90  # on SM 80 wide strips spill
+WIDE, WIDE_SM = 128, 90  # on SM 80 wide strips spill where b lies by rows
 
 
 @dataclass(frozen=True)
