@@ -281,7 +281,7 @@ def _requests(op: Op, backend: Any, args: Args) -> list[Any]:
 
 
 REFUSED = {
-    "cuda": ("dim 0", "llama mixed", "mixed"),
+    "cuda": ("dim 0", "llama mixed", "mixed", "tf32", "tf32, b by columns"),
     "naive": ("heads of 256", "sinks", "softcap", "alibi", "bias", "packed", "lengths"),
     "gluon": ("alibi", "bias"),
     # of tf32, the tensor cores want rows of the first operand and columns of the second

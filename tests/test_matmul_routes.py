@@ -174,15 +174,16 @@ def able(on: gpu.Gpu, *sizes: int, **how: Any) -> list[str]:
 
 
 GLUON = [f"gluon:{columns}" for columns in (256, 192, 160, 128, 64)]
+HOPPER = [*GLUON, *(f"cuda:{columns}" for columns in (64, 112, 128, 144, 160, 192, 224, 256))]
 SKINNY = [f"skinny:{launch}" for launch in ("64x6", "64x4", "64x3", "128x4")]
 
 
 def test_who_can_serve_a_call() -> None:
-    assert able(H200, 65, 4096, 4096) == [*GLUON, "triton", "torch"]
+    assert able(H200, 65, 4096, 4096) == [*HOPPER, "triton", "torch"]
     for rows in (64, 33, 32, 17, 16, 1):
         skinny = SKINNY if rows <= 32 else [SKINNY[0], *SKINNY[2:]]  # no room for two of four
-        assert able(H200, rows, 4096, 4096) == [*skinny, *GLUON, "triton", "torch"]
-        assert able(H200, rows, 4096, 4096, count=2) == [*GLUON, "triton", "torch"]
+        assert able(H200, rows, 4096, 4096) == [*skinny, *HOPPER, "triton", "torch"]
+        assert able(H200, rows, 4096, 4096, count=2) == [*HOPPER, "triton", "torch"]
     for on in EVERY_GPU:
         found = able(on, 16, 4096, 4096)
         assert found[-2:] == ["triton", "torch"]
@@ -190,7 +191,7 @@ def test_who_can_serve_a_call() -> None:
         large = on.sm in (80, 90, 100)  # shared memory: six stages are 123 KB
         assert ("skinny:64x6" in found) == ("skinny:64x3" in found) == large
         assert ("skinny:128x4" in found) == (on.sm in (90, 100))  # where it does not spill
-        assert (set(GLUON) <= set(found)) == (on.sm == 90)
+        assert (set(HOPPER) <= set(found)) == (on.sm == 90)
     assert able(H200, 64, 4096, 4096, dtype=torch.float64) == ["torch"]
 
 
@@ -215,10 +216,11 @@ def test_what_the_hopper_kernel_leaves_to_others(sizes: Any, how: Any) -> None:
 
 def test_what_the_hopper_kernel_takes() -> None:
     for a, b in itertools.product(("rows", "columns"), repeat=2):
-        assert set(GLUON) < set(able(H200, 128, 4096, 4096, a=a, b=b))
-    assert set(GLUON) < set(able(H200, 128, 4096, 4096, dtype=SINGLE, precision="tf32"))
-    assert set(GLUON) < set(able(H200, 127, 4096, 4096))  # TMA stops at the last row
-    assert set(GLUON) < set(able(H200, 128, 4100, 4096, out_dtype=SINGLE, b="columns"))
+        assert set(HOPPER) < set(able(H200, 128, 4096, 4096, a=a, b=b))
+    found = able(H200, 128, 4096, 4096, dtype=SINGLE, precision="tf32")
+    assert found == [*GLUON, "triton", "torch"]
+    assert set(HOPPER) < set(able(H200, 127, 4096, 4096))  # TMA stops at the last row
+    assert set(HOPPER) < set(able(H200, 128, 4100, 4096, out_dtype=SINGLE, b="columns"))
 
 
 def test_operands_that_begin_off_16_bytes() -> None:
@@ -229,7 +231,7 @@ def test_operands_that_begin_off_16_bytes() -> None:
         assert [c.backend for c in routes.choices(H200, left, right, *rest)] == ["triton", "torch"]
     wide = weights[:, 8:].mT
     found = [c.backend for c in routes.choices(H200, a, wide, *rest)]
-    assert found == [*["skinny"] * 4, *["gluon"] * 5, "triton", "torch"]
+    assert found == [*["skinny"] * 4, *["gluon"] * 5, *["cuda"] * 8, "triton", "torch"]
 
 
 def test_the_kind_and_place_of_a_call() -> None:

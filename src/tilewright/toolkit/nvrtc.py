@@ -26,6 +26,7 @@ import torch
 from tilewright.errors import BuildError, LaunchError
 from tilewright.toolkit import cubin_cache, recording
 from tilewright.toolkit.cuda_launch import Run, Shape, make_run, resident_blocks
+from tilewright.toolkit.launch import Described
 
 if TYPE_CHECKING:
     from tilewright.gpu import Gpu
@@ -235,7 +236,7 @@ def bind(
     *,
     grid: tuple[int, int, int],
     block: int,
-    tensors: Sequence[torch.Tensor | torch.dtype | None],
+    tensors: Sequence[torch.Tensor | torch.dtype | Described | None],
     scalars: Sequence[Any],
     gpu: Gpu,
     shared: int = 0,
@@ -247,14 +248,15 @@ def bind(
 ) -> Run:
     """Compile `kernel` for `gpu` and return `run(*tensors)`, which launches it.
 
-    The kernel's parameters are one pointer for each of `tensors` (None: null; a dtype stands for an
-    output that does not exist yet), then `scalars`: ctypes instances, structs included. `run` takes
-    the tensors in that order and launches on the current stream of their device. With `makes`, an
-    allocator, `run` takes the one to three tensors after the first, makes that one and returns it;
-    what follows the tensors in a call is ignored. A kernel that walks over its work gets no more
-    blocks than run at a time, `waves` times. One that `follows` is launched before what the kernel
-    before it wrote can be seen, and waits for that by itself (include/tilewright/partials.cuh);
-    GPUs older than SM 90 know only plain launches.
+    The kernel's parameters are one pointer for each of `tensors` (None: null; a dtype stands for
+    an output that does not exist yet; of one that is `Described` it gets a TensorMap by value),
+    then `scalars`: ctypes instances, structs included. `run` takes the tensors in that order and
+    launches on the current stream of their device. With `makes`, an allocator, `run` takes the one
+    to three tensors after the first, makes that one and returns it; what follows the tensors in a
+    call is ignored. A kernel that walks over its work gets no more blocks than run at a time,
+    `waves` times. One that `follows` is launched before what the kernel before it wrote can be
+    seen, and waits for that by itself (include/tilewright/partials.cuh); GPUs older than SM 90
+    know only plain launches.
     """
     shape = Shape(kernel, grid, block, shared, cluster, follows and gpu.sm >= 90)
     _check(shape, gpu)
@@ -264,7 +266,10 @@ def bind(
             recording.Request("cuda", kernel, (), (), flags, dynamic_shared=shared, source=source)
         )
         return recording.not_launchable
-    index = next(t.get_device() for t in tensors if isinstance(t, torch.Tensor))
+    there = (t.get_device() for t in tensors if isinstance(t, torch.Tensor))
+    index = next(there, None)
+    if index is None:  # the tensors' device is the current one (`library` guards it)
+        index = torch.cuda.current_device()
     loaded, shared_limit = _built(source, shape, gpu, flags)
     if waves:
         most = waves * resident_blocks(loaded, shape, index, shared_limit, gpu.sm_count)

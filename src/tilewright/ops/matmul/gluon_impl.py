@@ -17,8 +17,8 @@ from tilewright.multiplying import factors_of_da, factors_of_db
 from tilewright.ops.matmul import launches, routes
 from tilewright.ops.matmul.hopper_kernels import _matmul_on_hopper
 from tilewright.ops.matmul.launches import ROWS, WORKERS, Tiles
-from tilewright.toolkit import memory, workspace
-from tilewright.toolkit.launch import Described, bind
+from tilewright.toolkit import boxes, memory, workspace
+from tilewright.toolkit.launch import bind
 from tilewright.toolkit.matmul_call import Operand, Product, gradients, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
 
@@ -49,37 +49,12 @@ def refuses(
         if not product.a.by_rows or product.b.by_rows:
             return "tf32 wants rows of a and columns of b whose elements lie side by side"
     for name, tensor, operand in (("a", a, product.a), ("b", b, product.b)):
-        reason = _unreadable(name, tensor, operand)
+        reason = boxes.unreadable(name, tensor, operand)
         if reason is not None:
             return reason
     if product.n * (out_dtype or a.dtype).itemsize % VECTOR_BYTES:
         return f"the result has {product.n} columns: not whole 16 bytes, as TMA wants them"
     return None
-
-
-def _unreadable(name: str, tensor: torch.Tensor, operand: Operand) -> str | None:
-    if not (operand.by_rows or operand.by_columns):
-        return f"{name} has neither rows nor columns whose elements lie side by side"
-    if not operand.pitch:
-        return f"{name} is expanded along a dim: TMA cannot read it so"
-    steps = (operand.pitch, operand.inner_stride)
-    whole = all(step * tensor.element_size() % VECTOR_BYTES == 0 for step in steps)
-    if not whole or tensor.data_ptr() % VECTOR_BYTES:
-        return f"{name} has rows that do not start at a multiple of 16 bytes, as TMA wants it"
-    return None
-
-
-def _described(
-    dtype: torch.dtype, operand: Operand, count: int, rows: int, columns: int
-) -> Described:
-    """A stack of matrices as TMA sees it: [matrices, rows, columns], or columns before rows."""
-    sizes, block = (operand.rows, operand.columns), (rows, columns)
-    if not operand.by_rows:
-        sizes, block = sizes[::-1], block[::-1]
-    # TMA wants a stride even where there is nothing to step to
-    stack = operand.inner_stride or operand.pitch * sizes[0]
-    matrices = count if operand.inner_stride else 1
-    return Described(dtype, (matrices, *sizes), (stack, operand.pitch, 1), (1, *block), gluon=True)
 
 
 def _bind(
@@ -98,10 +73,12 @@ def _bind(
         _matmul_on_hopper,
         (plan.blocks,),
         [
-            _described(out, c, product.count, SHARE, part),
-            _described(dtype, product.a, product.count, SHARE, depth),
-            _described(dtype, product.b, product.count, depth, columns),
-            _described(dtype, product.b, product.count, depth, rest) if rest else None,
+            boxes.described(out, c, product.count, SHARE, part, gluon=True),
+            boxes.described(dtype, product.a, product.count, SHARE, depth, gluon=True),
+            boxes.described(dtype, product.b, product.count, depth, columns, gluon=True),
+            boxes.described(dtype, product.b, product.count, depth, rest, gluon=True)
+            if rest
+            else None,
             torch.float32 if plan.cut else None,
             torch.int32 if plan.cut else None,
         ],

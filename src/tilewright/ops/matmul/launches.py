@@ -116,6 +116,42 @@ def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
     return [1, *(s for s in range(2, most + 1) if left * s <= MOST_ROUNDS * gpu.sm_count)]
 
 
+# --- Hopper, in CUDA C++ --------------------------------------------------------------------------
+
+WIDTHS = (64, 112, 128, 144, 160, 192, 224, 256)  # columns of a tile of `cuda_impl`
+CLUSTER_BASE_US = 3.4
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A tile's columns, and the blocks of a cluster, whose tiles lie one below another."""
+
+    columns: int
+    tall: int = 1
+
+
+def cluster(product: Product, dtype: torch.dtype, gpu: Gpu, *launch: int) -> Cluster:
+    """Of so many columns, or the quickest by the model."""
+    able = [_cluster_of(product, columns) for columns in launch or WIDTHS]
+    return min(able, key=lambda one: cluster_us(product, one, dtype, gpu))
+
+
+def _cluster_of(product: Product, columns: int) -> Cluster:
+    """Where b lies by rows, 64 columns are fetched at a time, and some of them for nothing if a tile
+    has others: two blocks then share what they fetch."""
+    is_shared = product.b.by_rows and columns % 64 and product.m > ROWS
+    return Cluster(columns, 2 if is_shared else 1)
+
+
+def cluster_us(product: Product, found: Cluster, dtype: torch.dtype, gpu: Gpu) -> float:
+    m_tiles = programs(programs(product.m, ROWS), found.tall) * found.tall
+    tiles = m_tiles * programs(product.n, found.columns) * product.count
+    waves = programs(tiles, gpu.sm_count // found.tall * found.tall)
+    step_us = (4 * found.columns + 64) / 1755.0
+    computing = waves * programs(product.k, depth(dtype)) * step_us
+    return _us(computing, _bytes(product, dtype) / BYTES_PER_US) + CLUSTER_BASE_US - BASE_US
+
+
 # --- few rows ------------------------------------------------------------------------------------
 
 MOST_ROWS = 64

@@ -392,6 +392,17 @@ OP = Op(
             tensor_cores=("_matmul_on_hopper",),
         ),
         Backend(
+            "cuda",
+            "cuda",
+            f"{HERE}.cuda_impl:prepare",
+            dtypes=multiplying.HALVES,
+            min_sm=90,
+            max_sm=90,
+            accepts=no_block,
+            limits=f"{HERE}.cuda_impl:refuses",
+            yields=f"{HERE}.routes:yields_cuda",
+        ),
+        Backend(
             "skinny",
             "triton",
             f"{HERE}.skinny_impl:prepare",

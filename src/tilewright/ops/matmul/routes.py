@@ -38,6 +38,7 @@ def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
     found: dict[str, Callable[[], Sequence[tuple[int, ...]]]] = {
         "skinny": lambda: launches.strip_launches(product, gpu),
         "gluon": lambda: [(columns,) for columns in launches.STEP_US],
+        "cuda": lambda: [(columns,) for columns in launches.WIDTHS],
         "triton": lambda: [()],
     }
     able = [name for name in found if _serves(name, gpu, args)]
@@ -62,6 +63,9 @@ def _expected(gpu: Gpu, choice: Choice, product: Product, dtype: torch.dtype) ->
     if choice.backend == "gluon":
         tiles = launches.hopper_tiles(product, dtype, gpu, *choice.launch)
         return launches.hopper_us(product, tiles, dtype, gpu)
+    if choice.backend == "cuda":
+        found = launches.cluster(product, dtype, gpu, *choice.launch)
+        return launches.cluster_us(product, found, dtype, gpu)
     if choice.backend == "skinny":
         return launches.skinny_us(product, dtype, gpu, *choice.launch)
     return launches.any_us(choice.backend, product, dtype, gpu)
@@ -129,6 +133,8 @@ def _rule(backend: str, gpu: Gpu, args: Args) -> str | None:
     """Without a table that knows such a call: why not this backend."""
     a, b, *_, deterministic = args
     product = seen(a, b)
+    if backend == "cuda":
+        return "it was measured nowhere; a table names it where it is quicker"
     if backend == "gluon" and product.m <= launches.MOST_ROWS:
         return FEW.format(product.m)
     if deterministic:
@@ -157,6 +163,10 @@ def yields_gluon(gpu: Gpu, *args: Any) -> str | None:
 
 def yields_skinny(gpu: Gpu, *args: Any) -> str | None:
     return _yields("skinny", gpu, args)
+
+
+def yields_cuda(gpu: Gpu, *args: Any) -> str | None:
+    return _yields("cuda", gpu, args)
 
 
 def yields_triton(gpu: Gpu, *args: Any) -> str | None:

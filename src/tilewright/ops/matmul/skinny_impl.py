@@ -26,6 +26,7 @@ from tilewright.toolkit.matmul_call import Product, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
 from tilewright.toolkit.triton_lib import indices_inside
 
+FOLLOWS_SM = 90  # from it on a kernel can be launched before the one in front of it has ended
 SIZES = [
     "m", "n_vectors", "k_vectors", "a_pitch", "b_pitch", "steps", "splits",
 ]  # fmt: skip
@@ -49,8 +50,10 @@ def _few_rows(
     m, n_vectors, k_vectors, a_pitch, b_pitch, steps, splits,
     VEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    if FOLLOWS:  # launched while the kernel before it ends
+        tl.extra.cuda.gdc_wait()
     n, k_size = n_vectors * VEC, k_vectors * VEC
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * steps // splits, (split + 1) * steps // splits
@@ -139,6 +142,7 @@ def _bind(
     choice, vec = strips(product, gpu, *launch), _vector(a)
     tiles, steps = programs(product.n, choice.columns), programs(product.k, STRIP_DEPTH)
     is_split = choice.splits > 1
+    follows = gpu.sm >= FOLLOWS_SM and not is_interpreted(_few_rows)
     run = bind(
         _few_rows,
         (tiles * choice.splits,),
@@ -151,11 +155,12 @@ def _bind(
             "VEC": vec, "BLOCK_M": choice.rows, "BLOCK_N": choice.columns, "BLOCK_K": STRIP_DEPTH,
             "A_BY_ROWS": product.a.by_rows, "B_BY_ROWS": product.b.by_rows,
             "EVEN_K": product.k % STRIP_DEPTH == 0, "SPLIT": is_split,
-            "WIDE": is_interpreted(_few_rows) and a.dtype == torch.bfloat16,
+            "WIDE": is_interpreted(_few_rows) and a.dtype == torch.bfloat16, "FOLLOWS": follows,
         },
         aligned=True,
         num_warps=4,
         num_stages=choice.stages,
+        follows=follows,
     )  # fmt: skip
     sums = tiles * choice.splits * choice.rows * choice.columns if is_split else 0
     return run, sums, tiles

@@ -1,0 +1,40 @@
+// The text of matmul's kernel for Hopper, launched on a CPU. INSTANCES names (number, parameters).
+#include "cuda_impl.cu"
+
+namespace {
+
+using namespace tilewright;
+
+struct Call {
+  void* c;
+  Tensor a, b;
+  Sizes sizes;
+  unsigned grid, seed;
+};
+
+template <class T, class Out, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL>
+std::string run(const Call& call, int* shared) {
+  using P = Plan<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL>;
+  TensorMap a{{reinterpret_cast<std::uintptr_t>(&call.a)}};
+  TensorMap b{{reinterpret_cast<std::uintptr_t>(&call.b)}};
+  *shared = P::SHARED;
+  return launch(
+      [&] {
+        matmul_tiles<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL>(
+            static_cast<Out*>(call.c), a, b, call.sizes);
+      },
+      call.grid, TALL, THREADS, *shared, call.seed);
+}
+
+}  // namespace
+
+// What went wrong, or an empty text; and the kernel's own count of its shared memory.
+extern "C" const char* launch_matmul(int instance, const Call* call, int* shared) {
+  static std::string error;
+  switch (instance) {
+#define INSTANCE(NUMBER, ...) case NUMBER: error = run<__VA_ARGS__>(*call, shared); break;
+    INSTANCES
+    default: error = "there is no such instance";
+  }
+  return error.c_str();
+}

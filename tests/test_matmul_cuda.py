@@ -1,0 +1,206 @@
+"""ops/matmul/cuda_impl.cu, its text, run on a CPU: clusters of blocks as fibers (tests/emulated).
+
+Numbers are small integers, so any order of sums is exact. What is not emulated: time, banks, and
+whether the hardware reads a descriptor as PTX's manual says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright import gpu
+from tilewright.ops.matmul import cuda_impl, launches
+from tilewright.toolkit import nvrtc, recording
+from tilewright.toolkit.launch import Described
+from tilewright.toolkit.matmul_call import see
+
+HERE = Path(__file__).parent
+FOLDER = Path(cuda_impl.__file__).parent
+H200 = gpu.pretend("h200")
+
+# element, result, columns, stages, a by rows, b by rows, blocks below each other
+Instance = tuple[str, str, int, int, bool, bool, int]
+INSTANCES: tuple[Instance, ...] = (
+    ("bf16", "bf16", 64, 3, True, False, 1),
+    ("bf16", "bf16", 144, 3, True, False, 2),
+    ("f16", "f16", 112, 2, True, False, 1),
+    ("f16", "float", 112, 3, False, True, 2),
+    ("bf16", "bf16", 192, 3, True, True, 1),
+    ("bf16", "float", 80, 3, False, False, 2),
+    ("f16", "f16", 112, 2, True, True, 2),
+    ("bf16", "bf16", 256, 2, True, False, 1),
+)
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "float": torch.float32}
+SHAPES = ((130, 200, 136, 1), (300, 328, 200, 1), (64, 136, 328, 2), (40, 8, 8, 1), (8, 400, 72, 3))
+MARGIN = 256 * 1024  # elements around the result
+GRID = 4  # blocks, so that some have several tiles; or a tile for each, at other seeds
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no C++ compiler for a CPU is here"
+)
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        ("sizes", ctypes.c_longlong * 3),
+        ("strides", ctypes.c_longlong * 3),
+        ("box", ctypes.c_int * 2),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        ("c", ctypes.c_void_p),
+        ("a", Tensor),
+        ("b", Tensor),
+        ("sizes", cuda_impl.Sizes),
+        ("grid", ctypes.c_uint),
+        ("seed", ctypes.c_uint),
+    ]
+
+
+def build(folder: Path, text: str, wanted: Iterable[int]) -> Path:
+    (folder / "cuda_impl.cu").write_text(text)
+    spelled = (
+        f"INSTANCE({i}, {', '.join(str(parameter).lower() for parameter in INSTANCES[i])})"
+        for i in wanted
+    )
+    # our own headers behind the emulated ones of the same name
+    includes = [HERE / "emulated", folder]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    command += [f"-DINSTANCES={' '.join(spelled)}", *(f"-I{path}" for path in includes)]
+    command += [str(HERE / "emulated" / "matmul.cpp"), "-o", str(folder / "matmul.so")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    return folder / "matmul.so"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = (FOLDER / "cuda_impl.cu").read_text()
+    return build(tmp_path_factory.mktemp("emulated"), text, range(len(INSTANCES)))
+
+
+def boxed(x: torch.Tensor, like: Described) -> Tensor:
+    """A tensor as its description tells TMA."""
+    size = like.dtype.itemsize
+    sizes, strides = tuple(reversed(like.shape)), tuple(reversed(like.strides))
+    return Tensor(
+        x.data_ptr(),
+        (ctypes.c_longlong * 3)(*sizes),
+        (ctypes.c_longlong * 3)(*(step * size for step in strides)),
+        (ctypes.c_int * 2)(like.block[2], like.block[1]),
+    )
+
+
+def operand(count: int, rows: int, columns: int, by_rows: bool, dtype: Any, rng: Any) -> Any:
+    shape = (count, rows, columns) if by_rows else (count, columns, rows)
+    x = torch.randint(-2, 3, shape, generator=rng).to(dtype)
+    return x if by_rows else x.mT
+
+
+def run(
+    library: Path, which: int, shape: tuple[int, int, int, int], seed: int,
+    stacked: tuple[bool, bool] = (True, True),
+) -> str:  # fmt: skip
+    """What is wrong with a call that the host side has planned; empty: nothing."""
+    name, out_name, columns, stages, a_by_rows, b_by_rows, tall = INSTANCES[which]
+    m, n, k, count = shape
+    rng = torch.Generator().manual_seed(seed)
+    dtype, out = DTYPES[name], DTYPES[out_name]
+    a = operand(count if stacked[0] else 1, m, k, a_by_rows, dtype, rng)
+    b = operand(count if stacked[1] else 1, k, n, b_by_rows, dtype, rng)
+    room = torch.full((count * m * n + 2 * MARGIN,), torch.nan, dtype=out)
+    c = room[MARGIN:-MARGIN].view(count, m, n)
+    product = see(a if count > 1 else a[0], b if count > 1 else b[0])
+    assert product is not None
+    cluster = launches.Cluster(columns, tall)
+    found = cuda_impl.plan(H200, product, dtype, cluster, most_stages=stages)
+    call = Call(
+        c.data_ptr(), boxed(a, found.a), boxed(b, found.b), found.sizes,
+        found.blocks if seed % 2 else min(found.blocks, GRID), seed,
+    )  # fmt: skip
+    shared = ctypes.c_int()
+    launch = ctypes.CDLL(str(library)).launch_matmul
+    launch.restype = ctypes.c_char_p
+    error = launch(which, ctypes.byref(call), ctypes.byref(shared)).decode()
+    if not error and shared.value > found.shared:
+        error = f"{shared.value} bytes of shared memory, and {found.shared} were asked for"
+    if not error and not torch.equal(c, (a.double() @ b.double()).to(out)):
+        error = "other numbers"
+    if not error and not room[:MARGIN].isnan().all() & room[-MARGIN:].isnan().all():
+        error = "something is written outside of the result"
+    return str(error)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("which", range(len(INSTANCES)))
+def test_the_text_of_the_kernel_is_exact(
+    library: Path, which: int, shape: tuple[int, int, int, int]
+) -> None:
+    assert run(library, which, shape, seed=which) == ""
+
+
+def test_the_text_compiles_and_spills_nothing() -> None:
+    """Whole calls, as the host side binds them: NVRTC needs no GPU."""
+    for (m, n, k), by_columns in (((512, 3584, 18_944), True), ((4096, 4096, 4096), False)):
+        a = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+        b = torch.empty(n, k, dtype=a.dtype, device="meta").mT
+        b = b if by_columns else torch.empty(k, n, dtype=a.dtype, device="meta")
+        with recording.recording() as requests:
+            cuda_impl.prepare(H200, a, b, None, "ieee", None, False)
+        (request,) = requests
+        built = nvrtc.compile(request.source, request.kernel, 90)
+        assert (built.spill_bytes, built.static_shared) == (0, 0)
+        assert request.dynamic_shared <= H200.shared_per_block
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("stacked", [(True, False), (False, True)])
+def test_one_matrix_for_a_stack(library: Path, stacked: tuple[bool, bool]) -> None:
+    assert run(library, 1, (64, 136, 72, 3), seed=0, stacked=stacked) == ""
+
+
+# One mistake each, and the instance in which it shows, in one of two shapes.
+PAIRED, ACROSS, TURNED, LARGE, SMALL = 1, 3, 6, (300, 328, 328, 1), (36, 72, 136, 1)
+PLANTED: dict[str, tuple[int, str, str]] = {
+    "products are not waited for": (PAIRED, "wait_for_products<1>();", "wait_for_products<2>();"),
+    "a stage is free for oneself alone": (PAIRED, "ring.empty[stage], lane)", "ring.empty[stage], 0)"),
+    "blocks leave one another": (
+        PAIRED,
+        "for (int i = 0; i < P::STAGES; ++i, ring",
+        "for (; false; ring",
+    ),
+    "stages are full at first": (PAIRED, "ring.phase ^ 1);  // at", "ring.phase);  //"),
+    "a block's rows are those of its neighbour": (PAIRED, "row * P::TALL + rank<P>()", "row"),
+    "both fetch the same share": (TURNED, "i % P::TALL != rank<P>()", "i % P::TALL != 0"),
+    "a step is half as deep": (PAIRED, "A_BY_ROWS ? 32 :", "A_BY_ROWS ? 16 :"),
+    "sums of the tile before stay": (PAIRED, "!is_first || i", "true"),
+    "the matrix has no last row": (PAIRED, "row + line < sizes.m && ", ""),
+    "the matrix has no last column": (PAIRED, " && at.column + column < sizes.n", ""),
+    "the tile has no last column": (PAIRED, " && column < P::COLUMNS", ""),
+    "rows are read before they are there": (PAIRED, "    __syncwarp();\n#pragma unroll", ""),
+    "too few bytes are expected": (PAIRED, "expect(full, sizes.bytes)", "expect(full, P::A_BYTES)"),
+    "rows that are not there are fetched": (ACROSS, "if (row >= sizes.m) continue;", ""),
+    "nobody frees what an idle worker has": (PAIRED, "release<P>(ring, ring.stage, lane);", ""),
+    "a turned operand goes on too far": (TURNED, "B_BY_ROWS ? 2 * ATOM", "B_BY_ROWS ? 4 * ATOM"),
+}
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("name", PLANTED)
+def test_mistakes_are_seen(name: str, tmp_path: Path) -> None:
+    which, right, wrong = PLANTED[name]
+    text = (FOLDER / "cuda_impl.cu").read_text()
+    assert text.count(right) == 1
+    library = build(tmp_path, text.replace(right, wrong), (which,))
+    assert any(run(library, which, shape, seed) for shape in (SMALL, LARGE) for seed in range(3))
