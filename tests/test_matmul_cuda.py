@@ -26,20 +26,20 @@ HERE = Path(__file__).parent
 FOLDER = Path(cuda_impl.__file__).parent
 H200 = gpu.pretend("h200")
 
-# element, result, columns, stages, a by rows, b by rows, blocks below each other
-Instance = tuple[str, str, int, int, bool, bool, int]
+# element, result, columns, stages, a by rows, b by rows, blocks below each other and along K
+Instance = tuple[str, str, int, int, bool, bool, int, int]
 INSTANCES: tuple[Instance, ...] = (
-    ("bf16", "bf16", 64, 3, True, False, 1),
-    ("bf16", "bf16", 144, 3, True, False, 2),
-    ("f16", "f16", 112, 2, True, False, 1),
-    ("f16", "float", 112, 3, False, True, 2),
-    ("bf16", "bf16", 192, 3, True, True, 1),
-    ("bf16", "float", 80, 3, False, False, 2),
-    ("f16", "f16", 112, 2, True, True, 2),
-    ("bf16", "bf16", 256, 2, True, False, 1),
+    ("bf16", "bf16", 64, 3, True, False, 1, 1),
+    ("bf16", "bf16", 144, 3, True, False, 2, 1),
+    ("f16", "f16", 112, 2, True, False, 1, 3),
+    ("f16", "float", 112, 3, False, True, 2, 1),
+    ("bf16", "bf16", 192, 3, True, True, 1, 2),
+    ("bf16", "float", 80, 3, False, False, 2, 1),
+    ("f16", "f16", 112, 2, True, True, 2, 1),
+    ("bf16", "bf16", 64, 4, True, False, 1, 4),
 )
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "float": torch.float32}
-SHAPES = ((130, 200, 136, 1), (300, 328, 200, 1), (64, 136, 328, 2), (40, 8, 8, 1), (8, 400, 72, 3))
+SHAPES = ((130, 200, 264, 1), (300, 328, 200, 1), (64, 136, 328, 2), (40, 8, 200, 1), (8, 400, 264, 3))
 MARGIN = 256 * 1024  # elements around the result
 GRID = 4  # blocks, so that some have several tiles; or a tile for each, at other seeds
 
@@ -112,7 +112,7 @@ def run(
     stacked: tuple[bool, bool] = (True, True),
 ) -> str:  # fmt: skip
     """What is wrong with a call that the host side has planned; empty: nothing."""
-    name, out_name, columns, stages, a_by_rows, b_by_rows, tall = INSTANCES[which]
+    name, out_name, columns, stages, a_by_rows, b_by_rows, tall, deep = INSTANCES[which]
     m, n, k, count = shape
     rng = torch.Generator().manual_seed(seed)
     dtype, out = DTYPES[name], DTYPES[out_name]
@@ -122,11 +122,11 @@ def run(
     c = room[MARGIN:-MARGIN].view(count, m, n)
     product = see(a if count > 1 else a[0], b if count > 1 else b[0])
     assert product is not None
-    cluster = launches.Cluster(columns, tall)
+    cluster = launches.Cluster(columns, tall, deep)
     found = cuda_impl.plan(H200, product, dtype, cluster, most_stages=stages)
     call = Call(
         c.data_ptr(), boxed(a, found.a), boxed(b, found.b), found.sizes,
-        found.blocks if seed % 2 else min(found.blocks, GRID), seed,
+        found.blocks if seed % 2 or deep > 1 else min(found.blocks, GRID), seed,
     )  # fmt: skip
     shared = ctypes.c_int()
     launch = ctypes.CDLL(str(library)).launch_matmul
@@ -171,17 +171,17 @@ def test_one_matrix_for_a_stack(library: Path, stacked: tuple[bool, bool]) -> No
 
 
 # One mistake each, and the instance in which it shows, in one of two shapes.
-PAIRED, ACROSS, TURNED, LARGE, SMALL = 1, 3, 6, (300, 328, 328, 1), (36, 72, 136, 1)
+PAIRED, DEEP, ACROSS, TURNED, LARGE, SMALL = 1, 2, 3, 6, (300, 328, 328, 1), (36, 72, 136, 1)
 PLANTED: dict[str, tuple[int, str, str]] = {
     "products are not waited for": (PAIRED, "wait_for_products<1>();", "wait_for_products<2>();"),
-    "a stage is free for oneself alone": (PAIRED, "ring.empty[stage], lane)", "ring.empty[stage], 0)"),
+    "a stage is free for oneself alone": (PAIRED, "rank<P>() : lane)", "rank<P>() : 0)"),
     "blocks leave one another": (
         PAIRED,
         "for (int i = 0; i < P::STAGES; ++i, ring",
         "for (; false; ring",
     ),
     "stages are full at first": (PAIRED, "ring.phase ^ 1);  // at", "ring.phase);  //"),
-    "a block's rows are those of its neighbour": (PAIRED, "row * P::TALL + rank<P>()", "row"),
+    "a block's rows are those of its neighbour": (PAIRED, "row * P::TALL + below", "row * P::TALL"),
     "both fetch the same share": (TURNED, "i % P::TALL != rank<P>()", "i % P::TALL != 0"),
     "a step is half as deep": (PAIRED, "A_BY_ROWS ? 32 :", "A_BY_ROWS ? 16 :"),
     "sums of the tile before stay": (PAIRED, "!is_first || i", "true"),
@@ -190,8 +190,12 @@ PLANTED: dict[str, tuple[int, str, str]] = {
     "the tile has no last column": (PAIRED, " && column < P::COLUMNS", ""),
     "rows are read before they are there": (PAIRED, "    __syncwarp();\n#pragma unroll", ""),
     "too few bytes are expected": (PAIRED, "expect(full, sizes.bytes)", "expect(full, P::A_BYTES)"),
-    "rows that are not there are fetched": (ACROSS, "if (row >= sizes.m) continue;", ""),
+    "rows that are not there are fetched": (ACROSS, "if (i && row >= sizes.m) continue;", ""),
     "nobody frees what an idle worker has": (PAIRED, "release<P>(ring, ring.stage, lane);", ""),
+    "sums are left before stages are read": (DEEP, "cluster_arrive();  // all have read their stages\n  cluster_wait();", ""),
+    "sums are read before they are left": (DEEP, "cluster_arrive();  // and left their sums\n  cluster_wait();", ""),
+    "a part is added twice": (DEEP, "(part - (part > home)) * P::SUMS + i", "i"),
+    "parts overlap": (DEEP, "rank<P>() * sizes.steps / P::DEEP", "0"),
     "a turned operand goes on too far": (TURNED, "B_BY_ROWS ? 2 * ATOM", "B_BY_ROWS ? 4 * ATOM"),
 }
 

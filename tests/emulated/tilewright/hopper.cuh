@@ -120,6 +120,8 @@ inline int __shfl_sync(unsigned, int value, int) { return value; }  // that all 
 
 inline unsigned cluster_rank() { return world->now->rank; }
 inline void meet_cluster() { meet(world->cluster, world->fibers.size()); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { meet_cluster(); }
 
 // --- shared memory and barriers ------------------------------------------------------------------
 
@@ -131,6 +133,10 @@ inline unsigned shared_address(const void* pointer) {
 
 template <int ALIGNMENT> unsigned char* shared_memory() {
   return here().memory.data() + (BASE + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+template <class T> T* in_block(T* pointer, int rank) {
+  return reinterpret_cast<T*>(world->blocks[rank].memory.data() + shared_address(pointer));
 }
 
 inline void make_barrier(Signal& barrier, int arrivals) {

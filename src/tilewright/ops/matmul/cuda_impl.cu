@@ -1,13 +1,15 @@
-// Matmul for Hopper: blocks that stay on their SMs, alone or in pairs that share what they read.
+// Matmul for Hopper: blocks that stay on their SMs, alone or in clusters of two kinds.
 //
 // A block computes tiles of 128 rows by COLUMNS, one after another:
 //   producer   one thread: boxes of both operands to shared memory by TMA, STAGES steps ahead
 //   consumers  two of four warps, 64 rows each: products on the tensor cores, sums in registers
-// The TALL blocks of a cluster have tiles one below another, of the same columns of b. Each fetches
-// its share of them for all, so that L2 is asked once. COLUMNS is any multiple of 16 for which wgmma
-// is declared, so that work can be dealt out to 132 SMs evenly. A warp stores its rows itself, 128
-// bytes at a time. The kernel is launched as one that follows: it makes its barriers while the kernel
-// before it ends, and waits for that one before it reads or writes a tensor.
+// COLUMNS is any multiple of 16 for which wgmma is declared, so that work can be dealt out to 132 SMs
+// evenly. A warp stores its rows itself, 128 bytes at a time. Clusters are TALL: their blocks have
+// tiles one below another, of the same columns of b, and each fetches its share of them for all, so
+// that L2 is asked once. Or they are DEEP: their blocks have parts of one tile along K, and the sums
+// meet in shared memory; such a block has one tile, for there are few of them.
+// The kernel is launched as one that follows: it makes its barriers while the kernel before it ends,
+// and waits for that one before it reads or writes a tensor.
 #include "tilewright/hopper.cuh"
 
 namespace tilewright {
@@ -33,11 +35,13 @@ struct Sizes {
 
 struct Place { int matrix, row, column; };
 
-template <class T_, class Out_, int COLUMNS_, int STAGES_, bool A_ROWS, bool B_ROWS, int TALL_>
+template <
+    class T_, class Out_, int COLUMNS_, int STAGES_, bool A_ROWS, bool B_ROWS, int TALL_, int DEEP_>
 struct Plan {
   using T = T_;
   using Out = Out_;
-  static constexpr int COLUMNS = COLUMNS_, STAGES = STAGES_, TALL = TALL_;
+  static constexpr int COLUMNS = COLUMNS_, STAGES = STAGES_;
+  static constexpr int TALL = TALL_, DEEP = DEEP_, BLOCKS = TALL * DEEP;
   static constexpr bool A_BY_ROWS = A_ROWS, B_BY_ROWS = B_ROWS;
   // What lies along K is fetched in one box, of b in one for each block that shares it. What lies
   // across K comes 64 rows or columns at a time, as wide as a line is.
@@ -49,13 +53,25 @@ struct Plan {
   static constexpr int A_BYTES = A_BOXES * A_BOX, STEP = A_BYTES + B_BOXES * B_BOX;
   // Dynamic shared memory, one atom for its alignment among them.
   static constexpr int SHARED = ATOM + STAGES * STEP + WARPS * WAITING + 2 * STAGES * sizeof(Signal);
+  // Where blocks that are DEEP leave sums for one another, when the stages have been read.
+  static constexpr int SUMS = WORKER * COLUMNS / 2;  // of a consumer
+  static_assert((DEEP - 1) * SUMS * 4 <= STAGES * STEP, "sums have room");
+  static_assert(TALL == 1 || DEEP == 1, "a cluster is tall or deep");
   static_assert(COLUMNS % 16 == 0 && COLUMNS % (8 * TALL) == 0, "boxes are whole atoms");
 };
 
 // --- where am I ----------------------------------------------------------------------------------
 
-template <class P> __device__ __forceinline__ unsigned rank() {
-  return P::TALL == 1 ? 0 : cluster_rank();
+template <class P> __device__ __forceinline__ int rank() {
+  return P::BLOCKS == 1 ? 0 : cluster_rank();
+}
+
+// The first step along K of a block, and the one after its last.
+template <class P> __device__ __forceinline__ int first_step(const Sizes& sizes) {
+  return P::DEEP == 1 ? 0 : rank<P>() * sizes.steps / P::DEEP;
+}
+template <class P> __device__ __forceinline__ int end_step(const Sizes& sizes) {
+  return P::DEEP == 1 ? sizes.steps : (rank<P>() + 1) * sizes.steps / P::DEEP;
 }
 
 // The last tiles end where the matrix does, and compute once more what their neighbours have: TMA takes
@@ -66,7 +82,8 @@ template <class P> __device__ __forceinline__ Place place(int piece, const Sizes
   const int wide = sizes.group * sizes.n_tiles, above = rest / wide * sizes.group;
   const int size = min(sizes.m_tiles - above, sizes.group);
   const int row = above + rest % wide % size, column = rest % wide / size;
-  const long long top = (row * P::TALL + rank<P>()) * ROWS, left = column * P::COLUMNS;
+  const int below = P::TALL == 1 ? 0 : rank<P>();
+  const long long top = (row * P::TALL + below) * ROWS, left = column * P::COLUMNS;
   return {matrix, static_cast<int>(max(min(top, sizes.m - ROWS), 0ll)),
           static_cast<int>(max(min(left, sizes.n - P::COLUMNS), 0ll))};
 }
@@ -96,7 +113,7 @@ __device__ __forceinline__ void produce(
   for (int piece = first; piece < sizes.pieces; piece += stride) {
     const Place at = place<P>(piece, sizes);
     const int of_a = sizes.a_stacked ? at.matrix : 0, of_b = sizes.b_stacked ? at.matrix : 0;
-    for (int step = 0; step < sizes.steps; ++step, ring.next()) {
+    for (int step = first_step<P>(sizes); step < end_step<P>(sizes); ++step, ring.next()) {
       Signal& full = ring.full[ring.stage];
       await(ring.empty[ring.stage], ring.phase ^ 1);  // at first all stages are empty
       expect(full, sizes.bytes);
@@ -104,13 +121,13 @@ __device__ __forceinline__ void produce(
 #pragma unroll
       for (int i = 0; i < P::A_BOXES; ++i) {
         const int row = at.row + i * P::A_ROWS_EACH;
-        if (row >= sizes.m) continue;
+        if (i && row >= sizes.m) continue;
         travel<1>(ring.a() + i * P::A_BOX, a, full, P::A_BY_ROWS ? k : row,
                   P::A_BY_ROWS ? row : k, of_a);
       }
 #pragma unroll
       for (int i = 0; i < P::B_BOXES; ++i) {
-        if (i % P::TALL != rank<P>()) continue;
+        if (P::TALL > 1 && i % P::TALL != rank<P>()) continue;
         const int column = at.column + i * P::B_COLUMNS_EACH;
         travel<P::TALL>(ring.b() + i * P::B_BOX, b, full, P::B_BY_ROWS ? column : k,
                         P::B_BY_ROWS ? k : column, of_b);
@@ -139,7 +156,7 @@ __device__ __forceinline__ void multiply(
 
 // This warp has read a stage: whoever fetches something for this block may fill it again.
 template <class P> __device__ __forceinline__ void release(const Ring<P>& ring, int stage, int lane) {
-  if (lane < P::TALL) arrive_at(ring.empty[stage], lane);
+  if (lane < P::TALL) arrive_at(ring.empty[stage], P::TALL == 1 ? rank<P>() : lane);
   __syncwarp();
 }
 
@@ -184,46 +201,86 @@ __device__ __forceinline__ void store(
   }
 }
 
+// Sums of a tile whose parts along K the blocks of a cluster have. Those of consumer `worker` meet in
+// the block that many behind the first one, in the order of K; returns whether that is this one. A
+// thread holds the same elements in every block.
+template <class P>
+__device__ __forceinline__ bool gather(
+    float (&sums)[P::COLUMNS / 2], unsigned char* stages, int worker, bool is_idle) {
+  float* room = reinterpret_cast<float*>(stages);  // of one consumer: the other's is elsewhere
+  const int lane = threadIdx.x % WORKER, home = worker % P::DEEP, here = rank<P>();
+  cluster_arrive();  // all have read their stages
+  cluster_wait();
+  if (!is_idle && here != home) {
+    float* left = in_block(room + (here - (here > home)) * P::SUMS, home);
+#pragma unroll
+    for (int i = 0; i < P::COLUMNS / 2; ++i) left[i * WORKER + lane] = sums[i];
+  }
+  cluster_arrive();  // and left their sums
+  cluster_wait();
+  if (is_idle || here != home) return false;
+#pragma unroll
+  for (int i = 0; i < P::COLUMNS / 2; ++i) {
+    float total = 0.0f;
+#pragma unroll
+    for (int part = 0; part < P::DEEP; ++part) {
+      total += part == home ? sums[i] : room[(part - (part > home)) * P::SUMS + i * WORKER + lane];
+    }
+    sums[i] = total;
+  }
+  return true;
+}
+
 template <class P>
 __device__ __forceinline__ void consume(
     typename P::Out* c, Ring<P> ring, unsigned char* waiting, const Sizes& sizes, int first,
     int stride) {
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int worker = __shfl_sync(FULL_WARP, warp / 4, 0);  // uniform, as the compiler should know
-  const bool is_idle = worker * SHARE >= sizes.m;          // there are no rows for it
+  const int first_one = first_step<P>(sizes), end = end_step<P>(sizes);
+  if (worker * SHARE >= sizes.m) {  // there are no rows for it
+    float none[P::COLUMNS / 2];
+    for (int piece = first; piece < sizes.pieces; piece += stride) {
+      for (int step = first_one; step < end; ++step, ring.next()) {
+        await(ring.full[ring.stage], ring.phase);
+        release<P>(ring, ring.stage, lane);
+      }
+    }
+    if constexpr (P::DEEP > 1) gather<P>(none, ring.stages, worker, true);
+    return;
+  }
   for (int piece = first; piece < sizes.pieces; piece += stride) {
     const Place at = place<P>(piece, sizes);
     float sums[P::COLUMNS / 2];
-    for (int step = 0; step < sizes.steps; ++step, ring.next()) {
+    for (int step = first_one; step < end; ++step, ring.next()) {
       await(ring.full[ring.stage], ring.phase);
-      if (is_idle) {
-        release<P>(ring, ring.stage, lane);
-        continue;
-      }
       hands_off(sums);
       begin_products();
-      multiply<P>(sums, ring, worker, step == 0);
+      multiply<P>(sums, ring, worker, step == first_one);
       end_products();
       hands_off(sums);
-      if (step) {  // the products of the step before have ended
+      if (step > first_one) {  // the products of the step before have ended
         wait_for_products<1>();
         release<P>(ring, ring.before(), lane);
       }
     }
-    if (is_idle) continue;
     wait_for_products<0>();
     hands_off(sums);
     release<P>(ring, ring.before(), lane);
+    if constexpr (P::DEEP > 1) {
+      if (!gather<P>(sums, ring.stages, worker, false)) continue;
+    }
     store<P>(c, sums, waiting + warp * WAITING, at, at.row + warp * 16, sizes, lane);
   }
 }
 
 // --- the block -----------------------------------------------------------------------------------
 
-template <class T, class Out, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL>
+template <
+    class T, class Out, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL, int DEEP>
 __global__ void __launch_bounds__(THREADS, 1) matmul_tiles(
     Out* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, Sizes sizes) {
-  using P = Plan<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL>;
+  using P = Plan<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>;
   // TMA swaps by address: stages begin where an atom does. Behind them wait rows, and the barriers.
   unsigned char* stages = shared_memory<ATOM>();
   unsigned char* waiting = stages + STAGES * P::STEP;
@@ -242,12 +299,15 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tiles(
   wait_for_kernel_before();
   let_next_kernel_begin();
 
-  const int first = blockIdx.x / TALL, stride = gridDim.x / TALL;
+  const int first = blockIdx.x / P::BLOCKS, stride = gridDim.x / P::BLOCKS;
   Ring<P> ring{stages, full, empty};
   if (threadIdx.x >= WORKERS * WORKER) {
     give_registers<40>();
     if (threadIdx.x == WORKERS * WORKER) produce<P>(a, b, ring, sizes, first, stride);
     __syncwarp();
+    if constexpr (DEEP > 1) {  // a cluster meets with all of its threads
+      for (int i = 0; i < 2; ++i) cluster_arrive(), cluster_wait();
+    }
   } else {
     take_registers<232>();
     consume<P>(c, ring, waiting, sizes, first, stride);

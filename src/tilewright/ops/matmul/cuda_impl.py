@@ -98,7 +98,8 @@ def plan(
     return Plan(
         cluster,
         stages,
-        min(pieces, gpu.sm_count // tall) * tall,
+        # blocks that share a tile have no second one
+        pieces * cluster.deep if cluster.deep > 1 else min(pieces, gpu.sm_count // tall) * tall,
         stages * step + RESERVED,
         boxes.described(dtype, product.a, product.count, a_box, depth),
         boxes.described(dtype, product.b, product.count, depth, b_box),
@@ -115,14 +116,14 @@ def _bind(
 ) -> Callable[..., torch.Tensor]:
     types = f"tilewright::{TYPE_NAMES[dtype]}", _spelled(out)
     layouts = product.a.by_rows, product.b.by_rows
-    columns, tall = found.cluster.columns, found.cluster.tall
+    columns, tall, deep = found.cluster.columns, found.cluster.tall, found.cluster.deep
     return nvrtc.bind(
         SOURCE,
-        instance("tilewright::matmul_tiles", *types, columns, found.stages, *layouts, tall),
+        instance("tilewright::matmul_tiles", *types, columns, found.stages, *layouts, tall, deep),
         grid=(found.blocks, 1, 1),
         block=THREADS,
-        cluster=tall,
-        waves=1,
+        cluster=tall * deep,
+        waves=1 if deep == 1 else 0,
         shared=found.shared,
         follows=True,
         tensors=[out, found.a, found.b],

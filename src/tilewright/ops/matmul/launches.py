@@ -124,14 +124,18 @@ CLUSTER_BASE_US = 3.4
 
 @dataclass(frozen=True)
 class Cluster:
-    """A tile's columns, and the blocks of a cluster, whose tiles lie one below another."""
+    """A tile's columns, and the blocks of a cluster: their tiles lie one below another, or they have
+    parts of one tile along K."""
 
     columns: int
     tall: int = 1
+    deep: int = 1
 
 
 def cluster(product: Product, dtype: torch.dtype, gpu: Gpu, *launch: int) -> Cluster:
     """Of so many columns, or the quickest by the model."""
+    if len(launch) > 1:
+        return Cluster(launch[0], deep=launch[1])
     able = [_cluster_of(product, columns) for columns in launch or WIDTHS]
     return min(able, key=lambda one: cluster_us(product, one, dtype, gpu))
 

@@ -45,6 +45,13 @@ __device__ __forceinline__ void meet_cluster() {
   cluster_wait();
 }
 
+// What has this name in block `rank` of the cluster.
+template <class T> __device__ __forceinline__ T* in_block(T* here, int rank) {
+  unsigned long long there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+  return reinterpret_cast<T*>(there);
+}
+
 // Arrives at the barrier of this name in block `rank` of the cluster. What was read before it was read
 // by the tensor cores, whose end was waited for: wider semantics would cost a fence of the whole GPU.
 __device__ __forceinline__ void arrive_at(Signal& barrier, unsigned rank) {
