@@ -13,18 +13,19 @@ struct Call {
 };
 
 template <
-    class T, class Out, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL, int DEEP>
+    class T, class Out, int WORKERS, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL,
+    int DEEP>
 std::string run(const Call& call, int* shared) {
-  using P = Plan<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>;
+  using P = Plan<T, Out, WORKERS, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>;
   TensorMap a{{reinterpret_cast<std::uintptr_t>(&call.a)}};
   TensorMap b{{reinterpret_cast<std::uintptr_t>(&call.b)}};
   *shared = P::SHARED;
   return launch(
       [&] {
-        matmul_tiles<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>(
+        matmul_tiles<T, Out, WORKERS, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>(
             static_cast<Out*>(call.c), a, b, call.sizes);
       },
-      call.grid, TALL * DEEP, THREADS, *shared, call.seed);
+      call.grid, P::BLOCKS, P::THREADS, *shared, call.seed);
 }
 
 }  // namespace

@@ -30,8 +30,8 @@
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct Index { unsigned x, y, z; };
-inline long long min(long long a, long long b) { return a < b ? a : b; }
-inline long long max(long long a, long long b) { return a < b ? b : a; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a < b ? b : a; }
 
 namespace tilewright {
 

@@ -1,9 +1,9 @@
 // Matmul for Hopper: blocks that stay on their SMs, alone or in clusters of two kinds.
 //
-// A block computes tiles of 128 rows by COLUMNS, one after another:
+// A block computes tiles of 128 rows, or of 64 if there are no more, by COLUMNS, one after another:
 //   producer   one thread: boxes of both operands to shared memory by TMA, STAGES steps ahead
-//   consumers  two of four warps, 64 rows each: products on the tensor cores, sums in registers
-// COLUMNS is any multiple of 16 for which wgmma is declared, so that work can be dealt out to 132 SMs
+//   consumers  two of four warps, or one, 64 rows each: products on the tensor cores, sums in registers
+// COLUMNS is any multiple of 8 for which wgmma is declared, so that work can be dealt out to 132 SMs
 // evenly. A warp stores its rows itself, 128 bytes at a time. Clusters are TALL: their blocks have
 // tiles one below another, of the same columns of b, and each fetches its share of them for all, so
 // that L2 is asked once. Or they are DEEP: their blocks have parts of one tile along K, and the sums
@@ -14,17 +14,17 @@
 
 namespace tilewright {
 
-constexpr int WORKERS = 2;
 constexpr int SHARE = 64;  // rows of a consumer
-constexpr int ROWS = WORKERS * SHARE;
 constexpr int DEPTH = 64;  // elements along K of a step
-constexpr int THREADS = (WORKERS + 1) * WORKER;
-constexpr int WARPS = WORKERS * WORKER / WARP_SIZE;  // that multiply
+// Registers of a thread: three groups of 128 begin with 168 each, and one gives to two. A block that
+// takes more than it began with waits for ever.
+constexpr int OF_ALL = 168, OF_CONSUMERS = 224, OF_PRODUCER = 56;
+static_assert(2 * OF_CONSUMERS + OF_PRODUCER <= 3 * OF_ALL, "what one gives the others take");
 constexpr int MOST_PITCH = LINE + 32;
 constexpr int WAITING = 16 * MOST_PITCH;  // bytes of a warp's rows that wait to be stored
 
 struct Sizes {
-  long long m, n;
+  int m, n;
   int steps;             // along K
   int m_tiles, n_tiles;  // of a whole cluster
   int pieces;            // of all matrices
@@ -36,10 +36,13 @@ struct Sizes {
 struct Place { int matrix, row, column; };
 
 template <
-    class T_, class Out_, int COLUMNS_, int STAGES_, bool A_ROWS, bool B_ROWS, int TALL_, int DEEP_>
+    class T_, class Out_, int WORKERS_, int COLUMNS_, int STAGES_, bool A_ROWS, bool B_ROWS, int TALL_,
+    int DEEP_>
 struct Plan {
   using T = T_;
   using Out = Out_;
+  static constexpr int WORKERS = WORKERS_, ROWS = WORKERS * SHARE;
+  static constexpr int THREADS = (WORKERS + 1) * WORKER, WARPS = WORKERS * WORKER / WARP_SIZE;
   static constexpr int COLUMNS = COLUMNS_, STAGES = STAGES_;
   static constexpr int TALL = TALL_, DEEP = DEEP_, BLOCKS = TALL * DEEP;
   static constexpr bool A_BY_ROWS = A_ROWS, B_BY_ROWS = B_ROWS;
@@ -57,7 +60,7 @@ struct Plan {
   static constexpr int SUMS = WORKER * COLUMNS / 2;  // of a consumer
   static_assert((DEEP - 1) * SUMS * 4 <= STAGES * STEP, "sums have room");
   static_assert(TALL == 1 || DEEP == 1, "a cluster is tall or deep");
-  static_assert(COLUMNS % 16 == 0 && COLUMNS % (8 * TALL) == 0, "boxes are whole atoms");
+  static_assert(COLUMNS % (8 * TALL) == 0, "boxes are whole atoms");
 };
 
 // --- where am I ----------------------------------------------------------------------------------
@@ -83,9 +86,8 @@ template <class P> __device__ __forceinline__ Place place(int piece, const Sizes
   const int size = min(sizes.m_tiles - above, sizes.group);
   const int row = above + rest % wide % size, column = rest % wide / size;
   const int below = P::TALL == 1 ? 0 : rank<P>();
-  const long long top = (row * P::TALL + below) * ROWS, left = column * P::COLUMNS;
-  return {matrix, static_cast<int>(max(min(top, sizes.m - ROWS), 0ll)),
-          static_cast<int>(max(min(left, sizes.n - P::COLUMNS), 0ll))};
+  const int top = (row * P::TALL + below) * P::ROWS, left = column * P::COLUMNS;
+  return {matrix, max(min(top, sizes.m - P::ROWS), 0), max(min(left, sizes.n - P::COLUMNS), 0)};
 }
 
 // The stages of the ring, and the barriers that say who may use them.
@@ -121,7 +123,6 @@ __device__ __forceinline__ void produce(
 #pragma unroll
       for (int i = 0; i < P::A_BOXES; ++i) {
         const int row = at.row + i * P::A_ROWS_EACH;
-        if (i && row >= sizes.m) continue;
         travel<1>(ring.a() + i * P::A_BOX, a, full, P::A_BY_ROWS ? k : row,
                   P::A_BY_ROWS ? row : k, of_a);
       }
@@ -169,7 +170,7 @@ __device__ __forceinline__ void store(
   using Out = typename P::Out;
   constexpr int EIGHTS = LINE / sizeof(Out) / 8, VEC = 16 / sizeof(Out);
   constexpr int PITCH = sizeof(Out) == 4 ? MOST_PITCH : LINE + 16;  // no two rows in the same banks
-  c += at.matrix * sizes.m * sizes.n + at.column;
+  c += (static_cast<long long>(at.matrix) * sizes.m + row) * sizes.n + at.column;
 #pragma unroll
   for (int part = 0; part * EIGHTS < P::COLUMNS / 8; ++part) {
 #pragma unroll
@@ -194,7 +195,7 @@ __device__ __forceinline__ void store(
       const int line = i * 4 + lane / 8, column = part * EIGHTS * 8 + lane % 8 * VEC;
       const uint4 found = *reinterpret_cast<const uint4*>(waiting + line * PITCH + lane % 8 * 16);
       if (row + line < sizes.m && column < P::COLUMNS && at.column + column < sizes.n) {
-        *reinterpret_cast<uint4*>(c + (row + line) * sizes.n + column) = found;
+        *reinterpret_cast<uint4*>(c + static_cast<long long>(line) * sizes.n + column) = found;
       }
     }
     __syncwarp();
@@ -206,19 +207,19 @@ __device__ __forceinline__ void store(
 // thread holds the same elements in every block.
 template <class P>
 __device__ __forceinline__ bool gather(
-    float (&sums)[P::COLUMNS / 2], unsigned char* stages, int worker, bool is_idle) {
+    float (&sums)[P::COLUMNS / 2], unsigned char* stages, int worker) {
   float* room = reinterpret_cast<float*>(stages);  // of one consumer: the other's is elsewhere
   const int lane = threadIdx.x % WORKER, home = worker % P::DEEP, here = rank<P>();
   cluster_arrive();  // all have read their stages
   cluster_wait();
-  if (!is_idle && here != home) {
+  if (here != home) {
     float* left = in_block(room + (here - (here > home)) * P::SUMS, home);
 #pragma unroll
     for (int i = 0; i < P::COLUMNS / 2; ++i) left[i * WORKER + lane] = sums[i];
   }
   cluster_arrive();  // and left their sums
   cluster_wait();
-  if (is_idle || here != home) return false;
+  if (here != home) return false;
 #pragma unroll
   for (int i = 0; i < P::COLUMNS / 2; ++i) {
     float total = 0.0f;
@@ -238,17 +239,6 @@ __device__ __forceinline__ void consume(
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int worker = __shfl_sync(FULL_WARP, warp / 4, 0);  // uniform, as the compiler should know
   const int first_one = first_step<P>(sizes), end = end_step<P>(sizes);
-  if (worker * SHARE >= sizes.m) {  // there are no rows for it
-    float none[P::COLUMNS / 2];
-    for (int piece = first; piece < sizes.pieces; piece += stride) {
-      for (int step = first_one; step < end; ++step, ring.next()) {
-        await(ring.full[ring.stage], ring.phase);
-        release<P>(ring, ring.stage, lane);
-      }
-    }
-    if constexpr (P::DEEP > 1) gather<P>(none, ring.stages, worker, true);
-    return;
-  }
   for (int piece = first; piece < sizes.pieces; piece += stride) {
     const Place at = place<P>(piece, sizes);
     float sums[P::COLUMNS / 2];
@@ -268,7 +258,7 @@ __device__ __forceinline__ void consume(
     hands_off(sums);
     release<P>(ring, ring.before(), lane);
     if constexpr (P::DEEP > 1) {
-      if (!gather<P>(sums, ring.stages, worker, false)) continue;
+      if (!gather<P>(sums, ring.stages, worker)) continue;
     }
     store<P>(c, sums, waiting + warp * WAITING, at, at.row + warp * 16, sizes, lane);
   }
@@ -277,21 +267,22 @@ __device__ __forceinline__ void consume(
 // --- the block -----------------------------------------------------------------------------------
 
 template <
-    class T, class Out, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL, int DEEP>
-__global__ void __launch_bounds__(THREADS, 1) matmul_tiles(
+    class T, class Out, int WORKERS, int COLUMNS, int STAGES, bool A_BY_ROWS, bool B_BY_ROWS, int TALL,
+    int DEEP>
+__global__ void __launch_bounds__((WORKERS + 1) * WORKER, 1) matmul_tiles(
     Out* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, Sizes sizes) {
-  using P = Plan<T, Out, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>;
+  using P = Plan<T, Out, WORKERS, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>;
   // TMA swaps by address: stages begin where an atom does. Behind them wait rows, and the barriers.
   unsigned char* stages = shared_memory<ATOM>();
   unsigned char* waiting = stages + STAGES * P::STEP;
-  Signal* full = reinterpret_cast<Signal*>(waiting + WARPS * WAITING);
+  Signal* full = reinterpret_cast<Signal*>(waiting + P::WARPS * WAITING);
   Signal* empty = full + STAGES;
   if (threadIdx.x == 0) {
     look_ahead(a);
     look_ahead(b);
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(full[i], 1);
-      make_barrier(empty[i], TALL * WARPS);
+      make_barrier(empty[i], TALL * P::WARPS);
     }
     barriers_ready();
   }
@@ -302,14 +293,14 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tiles(
   const int first = blockIdx.x / P::BLOCKS, stride = gridDim.x / P::BLOCKS;
   Ring<P> ring{stages, full, empty};
   if (threadIdx.x >= WORKERS * WORKER) {
-    give_registers<40>();
+    if constexpr (WORKERS > 1) give_registers<OF_PRODUCER>();
     if (threadIdx.x == WORKERS * WORKER) produce<P>(a, b, ring, sizes, first, stride);
     __syncwarp();
     if constexpr (DEEP > 1) {  // a cluster meets with all of its threads
       for (int i = 0; i < 2; ++i) cluster_arrive(), cluster_wait();
     }
   } else {
-    take_registers<232>();
+    if constexpr (WORKERS > 1) take_registers<OF_CONSUMERS>();
     consume<P>(c, ring, waiting, sizes, first, stride);
   }
 }

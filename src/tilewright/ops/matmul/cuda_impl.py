@@ -18,7 +18,7 @@ import torch
 
 from tilewright.gpu import KIB, Gpu
 from tilewright.ops.matmul import launches, routes
-from tilewright.ops.matmul.launches import ROWS, WORKERS, Cluster
+from tilewright.ops.matmul.launches import Cluster
 from tilewright.toolkit import boxes, memory, nvrtc
 from tilewright.toolkit.cuda_args import TYPE_NAMES, instance
 from tilewright.toolkit.launch import Described, programs
@@ -27,10 +27,9 @@ from tilewright.toolkit.rows import VECTOR_BYTES
 
 SOURCE = nvrtc.Source.beside(__file__)
 
-SHARE = ROWS // WORKERS
-THREADS = (WORKERS + 1) * 128
+WORKER = 128  # threads that multiply together
 GROUP = 16  # tiles of rows side by side, so that they meet in L2
-MOST_STAGES = 8
+MOST_STAGES = 12
 # of shared memory: one atom of eight lines for alignment, rows that wait to be stored, barriers
 RESERVED = 1 * KIB + 8 * 16 * (128 + 32) + 2 * 8 * MOST_STAGES
 
@@ -39,9 +38,9 @@ class Sizes(ctypes.Structure):
     """`struct Sizes` of the .cu file."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("m", "n")),
-        *((name, ctypes.c_int32) for name in ("steps", "m_tiles", "n_tiles", "pieces", "group")),
-        *((name, ctypes.c_int32) for name in ("bytes", "a_stacked", "b_stacked")),
+        (name, ctypes.c_int32)
+        for name in ("m", "n", "steps", "m_tiles", "n_tiles", "pieces", "group", "bytes")
+        + ("a_stacked", "b_stacked")
     ]
 
 
@@ -71,6 +70,7 @@ class Plan:
     """What a launch is made of."""
 
     cluster: Cluster
+    workers: int
     stages: int
     blocks: int
     shared: int  # bytes
@@ -83,20 +83,22 @@ def plan(
     gpu: Gpu, product: Product, dtype: torch.dtype, cluster: Cluster, most_stages: int = MOST_STAGES
 ) -> Plan:
     depth, columns, tall = launches.depth(dtype), cluster.columns, cluster.tall
-    # What lies across K is fetched 64 rows or columns at a time, as wide as a line is. Rows of a few
-    # are all there is to fetch; room there is for all that a tile has.
-    a_box = min(programs(product.m, 8) * 8, ROWS) if product.a.by_rows else depth
-    a_rows = programs(min(product.m, ROWS), a_box) * a_box
+    # What lies across K is fetched 64 rows or columns at a time, as wide as a line is. Of few rows no
+    # more is fetched than there are.
+    rows = cluster.rows
+    a_box = min(programs(product.m, 8) * 8, rows) if product.a.by_rows else depth
+    a_rows = a_box if product.a.by_rows else rows
     b_box = depth if product.b.by_rows else columns // tall
     b_columns = programs(columns, b_box) * b_box
-    step = (ROWS + b_columns) * depth * dtype.itemsize
+    step = (rows + b_columns) * depth * dtype.itemsize
     stages = min((gpu.shared_per_block - RESERVED) // step, most_stages)
-    m_tiles = programs(programs(product.m, ROWS), tall)
+    m_tiles = programs(programs(product.m, rows), tall)
     n_tiles = programs(product.n, columns)
     pieces = m_tiles * n_tiles * product.count
     a_stacked, b_stacked = product.a.inner_stride > 0, product.b.inner_stride > 0
     return Plan(
         cluster,
+        rows // launches.SHARE,
         stages,
         # blocks that share a tile have no second one
         pieces * cluster.deep if cluster.deep > 1 else min(pieces, gpu.sm_count // tall) * tall,
@@ -119,9 +121,12 @@ def _bind(
     columns, tall, deep = found.cluster.columns, found.cluster.tall, found.cluster.deep
     return nvrtc.bind(
         SOURCE,
-        instance("tilewright::matmul_tiles", *types, columns, found.stages, *layouts, tall, deep),
+        instance(
+            "tilewright::matmul_tiles", *types, found.workers, columns, found.stages, *layouts,
+            tall, deep,
+        ),
         grid=(found.blocks, 1, 1),
-        block=THREADS,
+        block=(found.workers + 1) * WORKER,
         cluster=tall * deep,
         waves=1 if deep == 1 else 0,
         shared=found.shared,
@@ -130,7 +135,7 @@ def _bind(
         scalars=[found.sizes],
         gpu=gpu,
         makes=makes,
-    )
+    )  # fmt: skip
 
 
 def _spelled(dtype: torch.dtype) -> str:

@@ -21,10 +21,12 @@ BASE_US = 4.1  # launch, first tiles, last results
 HEAT, HEAT_US = 0.3, 150.0  # so much slower in the end, and half of it after so long
 
 
-def _us(computing: float, moving: float) -> float:
+def _us(
+    computing: float, moving: float, base: float = BASE_US, heat: float = HEAT, heat_us: float = HEAT_US
+) -> float:
     """Of a kernel that would multiply so long, and move its bytes so long: both at a time, but in
     each other's way where neither is short."""
-    return BASE_US + math.hypot(computing * (1 + HEAT * computing / (computing + HEAT_US)), moving)
+    return base + math.hypot(computing * (1 + heat * computing / (computing + heat_us)), moving)
 
 
 # --- Hopper --------------------------------------------------------------------------------------
@@ -116,44 +118,64 @@ def _splits(product: Product, columns: int, gpu: Gpu) -> list[int]:
     return [1, *(s for s in range(2, most + 1) if left * s <= MOST_ROUNDS * gpu.sm_count)]
 
 
-# --- Hopper, in CUDA C++ --------------------------------------------------------------------------
+# --- Hopper, in CUDA C++ -------------------------------------------------------------------------
 
-WIDTHS = (64, 112, 128, 144, 160, 192, 224, 256)  # columns of a tile of `cuda_impl`
-CLUSTER_BASE_US = 3.4
+SHARE = 64  # rows of a consumer: a tile has one or two
+WIDTHS = (64, 80, 112, 128, 144, 160, 192, 224, 256)  # columns of a tile
+NARROW = (40, 48)  # and of one where a tile has all rows
+# Parts of SMs on which clusters of so many blocks find room, and how many a tile's sums may have.
+ROOM = {1: 1.0, 2: 1.0, 3: 117 / 132, 4: 120 / 132}
+# A step takes as long as its products or as its bytes from L2, and some clocks more.
+CLOCKS_PER_US, COLUMN_CLOCKS, LINE_CLOCKS, STEP_CLOCKS = 2186.0, 4.0, 1.7, 75.0
+CLUSTER_BASE_US, CLUSTER_HEAT, CLUSTER_HEAT_US = 2.2, 0.69, 135.0
+CLUSTER_BYTES_PER_US = 4.47e6
+STORE_US = 0.009  # for each column
+MEET_US = 0.75 / 8192  # for each part but one, and each sum of a tile
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A tile's columns, and the blocks of a cluster: their tiles lie one below another, or they have
-    parts of one tile along K."""
+    """A tile of `cuda_impl`, and the blocks of a cluster: their tiles lie one below another, or they
+    have parts of one tile along K."""
 
+    rows: int
     columns: int
     tall: int = 1
     deep: int = 1
 
 
 def cluster(product: Product, dtype: torch.dtype, gpu: Gpu, *launch: int) -> Cluster:
-    """Of so many columns, or the quickest by the model."""
-    if len(launch) > 1:
-        return Cluster(launch[0], deep=launch[1])
-    able = [_cluster_of(product, columns) for columns in launch or WIDTHS]
+    """The quickest by the model, of all or of so many columns."""
+    able = [one for columns in launch or widths(product) for one in _clusters(product, columns)]
     return min(able, key=lambda one: cluster_us(product, one, dtype, gpu))
 
 
-def _cluster_of(product: Product, columns: int) -> Cluster:
+def widths(product: Product) -> tuple[int, ...]:
+    return (*NARROW, *WIDTHS) if product.m <= ROWS else WIDTHS
+
+
+def _clusters(product: Product, columns: int) -> list[Cluster]:
     """Where b lies by rows, 64 columns are fetched at a time, and some of them for nothing if a tile
     has others: two blocks then share what they fetch."""
-    is_shared = product.b.by_rows and columns % 64 and product.m > ROWS
-    return Cluster(columns, 2 if is_shared else 1)
+    rows = SHARE if product.m <= SHARE else ROWS
+    if product.b.by_rows and product.m > ROWS and columns > 64 and columns % 64:
+        return [Cluster(rows, columns, tall=2)]
+    most = product.k // (FEWEST_STEPS * 64)
+    return [Cluster(rows, columns, deep=deep) for deep in ROOM if deep == 1 or deep <= most]
 
 
 def cluster_us(product: Product, found: Cluster, dtype: torch.dtype, gpu: Gpu) -> float:
-    m_tiles = programs(programs(product.m, ROWS), found.tall) * found.tall
-    tiles = m_tiles * programs(product.n, found.columns) * product.count
-    waves = programs(tiles, gpu.sm_count // found.tall * found.tall)
-    step_us = (4 * found.columns + 64) / 1755.0
-    computing = waves * programs(product.k, depth(dtype)) * step_us
-    return _us(computing, _bytes(product, dtype) / BYTES_PER_US) + CLUSTER_BASE_US - BASE_US
+    tiles = programs(programs(product.m, found.rows), found.tall) * found.tall
+    tiles *= programs(product.n, found.columns) * product.count
+    waves = programs(tiles * found.deep, int(gpu.sm_count * ROOM[found.deep]))
+    multiplied = COLUMN_CLOCKS * found.columns * found.rows / ROWS
+    clocks = max(multiplied, LINE_CLOCKS * (found.rows + found.columns)) + STEP_CLOCKS
+    steps = waves * programs(programs(product.k, depth(dtype)), found.deep)
+    us = _us(
+        steps * clocks / CLOCKS_PER_US, _bytes(product, dtype) / CLUSTER_BYTES_PER_US,
+        CLUSTER_BASE_US, CLUSTER_HEAT, CLUSTER_HEAT_US,
+    )  # fmt: skip
+    return us + STORE_US * found.columns + MEET_US * (found.deep - 1) * found.rows * found.columns
 
 
 # --- few rows ------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def choices(gpu: Gpu, *args: Any) -> tuple[Choice, ...]:
     found: dict[str, Callable[[], Sequence[tuple[int, ...]]]] = {
         "skinny": lambda: launches.strip_launches(product, gpu),
         "gluon": lambda: [(columns,) for columns in launches.STEP_US],
-        "cuda": lambda: [(columns,) for columns in launches.WIDTHS],
+        "cuda": lambda: [(columns,) for columns in launches.widths(product)],
         "triton": lambda: [()],
     }
     able = [name for name in found if _serves(name, gpu, args)]
@@ -50,7 +50,7 @@ def _serves(backend: str, gpu: Gpu, args: Args) -> bool:
     op: Any = dispatch.load(f"{HERE}.op:OP")
     named = op.backend(backend)
     return named is not None and (
-        dispatch.refusal(named, op, args, args[0], gpu, pretending=True) is None
+        dispatch.refusal(named, op, args, args[0], gpu, pretending=not args[0].is_cuda) is None
     )
 
 
@@ -105,7 +105,7 @@ def decision(gpu: Gpu, args: Args) -> tuned.Decision | None:
     if table is None:
         return None
     layouts = ((x.shape, x.stride(), x.dtype, x.data_ptr() % VECTOR_BYTES) for x in args[:2])
-    key = (gpu, *layouts, args[2:])
+    key = (gpu, args[0].is_cuda, *layouts, args[2:])  # of meta tensors nothing is missing
     known = _decided.get(key)
     if known is None or known[0] is not table:
         if len(_decided) >= MOST_DECIDED:
@@ -133,10 +133,13 @@ def _rule(backend: str, gpu: Gpu, args: Args) -> str | None:
     """Without a table that knows such a call: why not this backend."""
     a, b, *_, deterministic = args
     product = seen(a, b)
-    if backend == "cuda":
-        return "it was measured nowhere; a table names it where it is quicker"
-    if backend == "gluon" and product.m <= launches.MOST_ROWS:
+    if backend in ("gluon", "cuda") and product.m <= launches.MOST_ROWS:
         return FEW.format(product.m)
+    if backend in ("gluon", "cuda"):
+        other = "cuda" if backend == "gluon" else "gluon"
+        ours, its = (_expected(gpu, Choice(name), product, a.dtype) for name in (backend, other))
+        if its < ours and _serves(other, gpu, args):
+            return f"the model finds {other} quicker: {its:.1f} us, not {ours:.1f}"
     if deterministic:
         return None
     if gpu.sm != MEASURED:
