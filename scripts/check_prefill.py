@@ -3,16 +3,17 @@
     python scripts/check_prefill.py --record results/h200/routes-prefill-matmul.jsonl
 
 The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares in
-tf32 with both operands along K. `gluon` with the launch that the table names for it, cuBLAS and,
-for squares of halves, the portable kernel are checked and timed as `tilewright tune` does it. On an
-H200 this takes less than a minute.
+tf32 with both operands along K. `cuda` and `gluon` with the launches that the table names for them,
+cuBLAS and, for squares of halves, the portable kernel are checked and timed as `tilewright tune`
+does it. `ours` of a cell is who would serve it if cuBLAS were no route: the quicker one of `cuda`
+and `gluon` by the table, whatever was measured here. On an H200 this takes a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -29,6 +30,7 @@ from tilewright.tuning.run import instruments
 LOW = 0.92  # parts of cuBLAS's speed below it are counted
 TF32 = (2048, 4096, 8192)
 HALVES = (torch.bfloat16, torch.float16)
+HOPPER = ("cuda", "gluon")  # kernels of ours
 
 
 class Held(Job):
@@ -36,12 +38,23 @@ class Held(Job):
 
     def expected(self, gpu: gpu.Gpu, args: Args) -> dict[Choice, float]:
         every = super().expected(gpu, args)
+        best = self.best(gpu, args, every)
+        wanted = (*HOPPER, "torch", *(["triton"] if self.case.group == "sweep" else []))
+        return {best[name][0]: every[best[name][0]] for name in wanted if name in best}
+
+    def best(
+        self, gpu: gpu.Gpu, args: Args, every: dict[Choice, float]
+    ) -> dict[str, tuple[Choice, float]]:
+        """The launch of each backend and its time, by the table, or else by the model."""
         found = tuned.decide(gpu, self.op.name, self.place(args), every)
-        best = {name: choice for name, (choice, _) in found.best.items()} if found else {}
+        best = dict(found.best) if found else {}
         for choice in sorted(every, key=lambda choice: every[choice]):
-            best.setdefault(choice.backend, choice)  # the model's word
-        wanted = ("gluon", "torch", *(["triton"] if self.case.group == "sweep" else []))
-        return {best[name]: every[best[name]] for name in wanted}
+            best.setdefault(choice.backend, (choice, every[choice]))
+        return best
+
+    def ours(self, gpu: gpu.Gpu, args: Args) -> str:
+        best = self.best(gpu, args, super().expected(gpu, args))
+        return min((name for name in HOPPER if name in best), key=lambda name: best[name][1])
 
 
 def jobs() -> Iterator[Held]:
@@ -61,6 +74,7 @@ def held(job: Held, tools: Any) -> dict[str, Any]:
         "dims": job.dims,
         "dtype": job.dtype_name,
         "launches": [str(choice) for choice in found.times],
+        "ours": job.ours(tools.gpu, job.meta()),
         "times": {choice.backend: timed.us for choice, timed in found.times.items()},
         "refused": {str(choice): why for choice, why in found.refused.items()},
     }
@@ -74,7 +88,8 @@ def main() -> None:
     if on is None:
         parser.error("torch sees no GPU here, and kernels are held against times on one.")
     first = next(jobs())
-    if "gluon" not in {choice.backend for choice in Job.expected(first, on, first.meta())}:
+    able = {choice.backend for choice in Job.expected(first, on, first.meta())}
+    if not able.intersection(HOPPER):
         parser.error(
             f"{on.name} has no kernel of ours to hold against cuBLAS but the portable one."
         )
@@ -85,15 +100,21 @@ def main() -> None:
             rows.append(held(job, tools))
             record.write(json.dumps(rows[-1]) + "\n")
             record.flush()
-    halves = [row["times"] for row in rows if row["dtype"] != "float32"]
-    both = [times for times in halves if times.keys() >= {"gluon", "torch"}]
-    parts = [times["torch"] / times["gluon"] for times in both]
-    low, wrong = sum(part < LOW for part in parts), sum(len(row["refused"]) for row in rows)
+    wrong = sum(len(row["refused"]) for row in rows)
     print(f"{len(rows)} cells, {wrong} choices refused")
-    print(f"{len(halves) - len(both)} of {len(halves)} cells of halves left out: a time is missing")
+    halves = [row for row in rows if row["dtype"] != "float32"]
+    tell("whichever the table names", [(row["times"], row["ours"]) for row in halves])
+    for name in HOPPER:
+        tell(name, [(row["times"], name) for row in halves])
+
+
+def tell(what: str, cells: Sequence[tuple[dict[str, float], str]]) -> None:
+    parts = [us["torch"] / us[name] for us, name in cells if us.keys() >= {"torch", name}]
+    if len(parts) < len(cells):
+        print(f"{len(cells) - len(parts)} of {len(cells)} cells left out: a time is missing")
     if parts:
-        mean = geometric_mean(parts)
-        print(f"gluon: geometric mean {mean:.4f}, least {min(parts):.4f}, {low} below {LOW}")
+        low, mean = sum(part < LOW for part in parts), geometric_mean(parts)
+        print(f"{what}: geometric mean {mean:.4f}, least {min(parts):.4f}, {low} below {LOW}")
 
 
 if __name__ == "__main__":

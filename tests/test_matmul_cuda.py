@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 FOLDER = Path(cuda_impl.__file__).parent
 H200 = gpu.pretend("h200")
 
-# element, result, consumers, columns, stages, a by rows, b by rows, blocks below each other and along K
+# element, result, consumers, columns, stages, a by rows, b by rows, blocks one below another and
+# along K
 Instance = tuple[str, str, int, int, int, bool, bool, int, int]
 INSTANCES: tuple[Instance, ...] = (
     ("bf16", "bf16", 2, 64, 3, True, False, 1, 1),
@@ -199,8 +200,16 @@ PLANTED: dict[str, tuple[int, str, str]] = {
     "the tile has no last column": (PAIRED, " && column < P::COLUMNS", ""),
     "rows are read before they are there": (PAIRED, "    __syncwarp();\n#pragma unroll", ""),
     "too few bytes are expected": (PAIRED, "expect(full, sizes.bytes)", "expect(full, P::A_BYTES)"),
-    "sums are left before stages are read": (DEEP, "cluster_arrive();  // all have read their stages\n  cluster_wait();", ""),
-    "sums are read before they are left": (DEEP, "cluster_arrive();  // and left their sums\n  cluster_wait();", ""),
+    "sums are left before stages are read": (
+        DEEP,
+        "cluster_arrive();  // all have read their stages\n  cluster_wait();",
+        "",
+    ),
+    "sums are read before they are left": (
+        DEEP,
+        "cluster_arrive();  // and left their sums\n  cluster_wait();",
+        "",
+    ),
     "a part is added twice": (DEEP, "(part - (part > home)) * P::SUMS + i", "i"),
     "parts overlap": (DEEP, "rank<P>() * sizes.steps / P::DEEP", "0"),
     "a turned operand goes on too far": (TURNED, "B_BY_ROWS ? 2 * ATOM", "B_BY_ROWS ? 4 * ATOM"),

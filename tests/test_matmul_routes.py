@@ -174,16 +174,19 @@ def able(on: gpu.Gpu, *sizes: int, **how: Any) -> list[str]:
 
 
 GLUON = [f"gluon:{columns}" for columns in (256, 192, 160, 128, 64)]
-HOPPER = [*GLUON, *(f"cuda:{columns}" for columns in (64, 112, 128, 144, 160, 192, 224, 256))]
+CUDA = [f"cuda:{columns}" for columns in (64, 80, 112, 128, 144, 160, 192, 224, 256)]
+HOPPER = [*GLUON, *CUDA]
+FEWER = [*GLUON, "cuda:40", "cuda:48", *CUDA]  # than 129 rows
 SKINNY = [f"skinny:{launch}" for launch in ("64x6", "64x4", "64x3", "128x4")]
 
 
 def test_who_can_serve_a_call() -> None:
-    assert able(H200, 65, 4096, 4096) == [*HOPPER, "triton", "torch"]
+    assert able(H200, 129, 4096, 4096) == [*HOPPER, "triton", "torch"]
+    assert able(H200, 65, 4096, 4096) == [*FEWER, "triton", "torch"]
     for rows in (64, 33, 32, 17, 16, 1):
         skinny = SKINNY if rows <= 32 else [SKINNY[0], *SKINNY[2:]]  # no room for two of four
-        assert able(H200, rows, 4096, 4096) == [*skinny, *HOPPER, "triton", "torch"]
-        assert able(H200, rows, 4096, 4096, count=2) == [*HOPPER, "triton", "torch"]
+        assert able(H200, rows, 4096, 4096) == [*skinny, *FEWER, "triton", "torch"]
+        assert able(H200, rows, 4096, 4096, count=2) == [*FEWER, "triton", "torch"]
     for on in EVERY_GPU:
         found = able(on, 16, 4096, 4096)
         assert found[-2:] == ["triton", "torch"]
@@ -210,8 +213,9 @@ def test_who_can_serve_a_call() -> None:
 )
 def test_what_the_hopper_kernel_leaves_to_others(sizes: Any, how: Any) -> None:
     assert able(H200, *sizes, **how) == ["triton", "torch"]
-    with pytest.raises(UnsupportedError):
-        dispatch.choose(op.OP, call(*sizes, **how), backend="gluon", gpu=H200)
+    for backend in ("gluon", "cuda"):
+        with pytest.raises(UnsupportedError):
+            dispatch.choose(op.OP, call(*sizes, **how), backend=backend, gpu=H200)
 
 
 def test_what_the_hopper_kernel_takes() -> None:
@@ -231,7 +235,7 @@ def test_operands_that_begin_off_16_bytes() -> None:
         assert [c.backend for c in routes.choices(H200, left, right, *rest)] == ["triton", "torch"]
     wide = weights[:, 8:].mT
     found = [c.backend for c in routes.choices(H200, a, wide, *rest)]
-    assert found == [*["skinny"] * 4, *["gluon"] * 5, *["cuda"] * 8, "triton", "torch"]
+    assert found == [*["skinny"] * 4, *["gluon"] * 5, *["cuda"] * 11, "triton", "torch"]
 
 
 def test_the_kind_and_place_of_a_call() -> None:
@@ -280,13 +284,63 @@ def test_on_hopper_our_kernels_serve_what_they_can(deterministic: bool) -> None:
     for m in (1, 16, 64):
         assert chosen(H200, m, 4096, 4096, **how) == "skinny"
     for m in (65, 512, 8192):
-        assert chosen(H200, m, 4096, 4096, **how) == "gluon"
-    assert chosen(H200, 16, 4096, 4096, count=200, **how) != "gluon"  # each of few rows
+        assert chosen(H200, m, 4096, 4096, **how) in ("gluon", "cuda")
+    assert chosen(H200, 16, 4096, 4096, count=200, **how) in ("torch", "triton")  # each of few rows
     left_over = "triton" if deterministic else "torch"
     assert chosen(H200, 512, 4096, 4097, **how) == left_over
     assert chosen(H200, 16, 4096, 4097, **how) == left_over
     assert chosen(H200, 512, 4096, 4096, dtype=SINGLE, **how) == left_over
     assert chosen(H200, 512, 4096, 4096, dtype=SINGLE, precision="tf32", **how) == "gluon"
+
+
+@pytest.mark.usefixtures("no_table")
+def test_of_the_hopper_kernels_the_model_names_one() -> None:
+    """And it says so; without cuda-core it is the other, and of tf32 there is but one."""
+    named = set()
+    for m, n in itertools.product((96, 512, 4096), (1024, 4608, 10_240)):
+        args = call(m, n, 3584)
+        us = {name: routes.expected(H200, Choice(name), *args) for name in ("gluon", "cuda")}
+        first, second = sorted(us, key=lambda name: us[name])
+        assert chosen(H200, m, n, 3584) == first
+        named.add(first)
+        yields = {"gluon": routes.yields_gluon, "cuda": routes.yields_cuda}
+        assert yields[first](H200, *args) is None
+        told = f"the model finds {first} quicker: {us[first]:.1f} us, not {us[second]:.1f}"
+        assert yields[second](H200, *args) == told
+    assert "cuda" in named
+
+
+class OnCuda(torch.Tensor):
+    """A meta tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("no_table")
+def test_a_missing_cuda_core_leaves_calls_to_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        dispatch, "_missing", lambda technology: "no cuda-core" if technology == "cuda" else None
+    )
+    a, b, *rest = call(512, 4608, 3584)
+    pretended, there = (a, b, *rest), (a.as_subclass(OnCuda), b.as_subclass(OnCuda), *rest)
+    able_to = [{c.backend for c in routes.choices(H200, *args)} for args in (pretended, there)]
+    assert able_to[0] - able_to[1] == {"cuda"}
+    assert routes.yields_gluon(H200, *pretended) is not None
+    assert routes.yields_gluon(H200, *there) is None
+
+
+@pytest.mark.usefixtures("tuned_h200")
+def test_a_decision_knows_whether_cuda_core_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a meta tensor nothing is missing: what `explain` was told is no word for a real call."""
+    monkeypatch.setattr(
+        dispatch, "_missing", lambda technology: "no cuda-core" if technology == "cuda" else None
+    )
+    monkeypatch.setattr(routes, "_decided", {})
+    a, b, *rest = call(300, 4096, 4096)
+    for args in ((a, b, *rest), (a.as_subclass(OnCuda), b.as_subclass(OnCuda), *rest)):
+        found = routes.decision(H200, args)
+        assert found is not None and "gluon" in found.best
+    assert len(routes._decided) == 2
 
 
 @pytest.mark.usefixtures("no_table")
@@ -393,7 +447,7 @@ def test_a_table_decides() -> None:
     assert chosen(H200, 128, 512, 512, b="rows") == "triton"
     assert chosen(H200, 7000, 4096, 4096, dtype=HALF) == "torch"  # the nearest; halves are alike
     assert chosen(H200, 512, 4096, 4096, dtype=SINGLE, precision="tf32") == "gluon"  # no bucket
-    assert chosen(gpu.pretend("h100"), 8192, 4096, 4096) == "gluon"  # another GPU's table
+    assert chosen(gpu.pretend("h100"), 8192, 4096, 4096) != "torch"  # another GPU's table
     told = dict(dispatch.choose(op.OP, call(8192, 4096, 4096), gpu=H200).refused)
     assert "torch is the choice of the table of NVIDIA H200: 2500.0 us, not 3000.0" in told["gluon"]
 

@@ -37,10 +37,11 @@ from tilewright.bench.contest import (
 )
 from tilewright.bench.record import Record, Row, read
 from tilewright.bench.rivals import NAMES
-from tilewright.dims import parse
+from tilewright.dims import meta_inputs, parse
 from tilewright.gpu import Gpu, known, pretend
 from tilewright.matrix import Ledger
 from tilewright.ops import registry
+from tilewright.ops.matmul import routes
 from tilewright.profiling.example import worked_example
 from tilewright.spec import Backend, Op
 from tilewright.tuned import file as tuned_file
@@ -428,8 +429,9 @@ LAYERS = {  # (columns, depth) of b, as the tuned grid has them: layers of model
     "Llama-3-70B down": (8192, 28_672),
 }
 SOME_ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
-ROUTES = {"skinny": "skinny", "gluon": "gluon", "triton": "triton", "torch": "cuBLAS"}
+ROUTES = {name: name for name in ("skinny", "gluon", "cuda", "triton")} | {"torch": "cuBLAS"}
 FEW, MANY = 64, 512  # rows: those that `skinny` takes, and those of prefill
+OURS = "ours"  # whichever kernel of ours the table names
 MATMUL_RECORDS = tuple(f"bench-{suite}-matmul" for suite in ("model", "prefill", "decode", "sweep"))
 
 
@@ -548,8 +550,8 @@ class Bar(NamedTuple):
 
 def matmul_beside_cublas(root: Path) -> str:
     """cuBLAS's time over that of our kernels, by kernel and kind of product, in the records of
-    bench and check_prefill.py; and of check_routes.py's the quickest choice's over that of the one
-    that was taken."""
+    bench and check_prefill.py, and over that of whichever the table names where cuBLAS is no route;
+    and of check_routes.py's the quickest choice's over that of the one that was taken."""
     cells: dict[Bar, list[tuple[float, str]]] = defaultdict(list)
 
     def beside(kernel: str, dims: Mapping[str, Any], dtype: str, ratio: float) -> None:
@@ -560,14 +562,21 @@ def matmul_beside_cublas(root: Path) -> str:
     records = [found for name in MATMUL_RECORDS if (found := _bench(root, name))]
     for contest in _distinct([each for found in records for each in contests(found.rows)]):
         theirs, first = contest.rows.get("vendor"), contest.first
-        for kernel in ("gluon", "skinny", "triton") if first.phase == "forward" else ():
+        if first.phase != "forward":
+            continue
+        named = _named(first.dims, first.dtype) if first.dims["shape"][0] <= FEW else ""
+        for kernel in ROUTES.keys() - {"torch"}:
             ours = contest.rows.get(kernel)
             if ours and theirs and has_number(ours) and has_number(theirs):
-                beside(kernel, first.dims, first.dtype, time_of(theirs) / time_of(ours))
+                ratio = time_of(theirs) / time_of(ours)
+                beside(kernel, first.dims, first.dtype, ratio)
+                if kernel == named:
+                    beside(OURS, first.dims, first.dtype, ratio)
     for facts in _cells_of(root, "routes-prefill-matmul"):
         dims, times = parse(registry()["matmul"], facts["dims"], "readme"), facts["times"]
-        for kernel in times.keys() - {"torch"} if "torch" in times else ():
-            beside(kernel, dims, facts["dtype"], times["torch"] / times[kernel])
+        best = {OURS: times[facts["ours"]]} if facts.get("ours") in times else {}
+        for kernel, us in (times | best).items() if "torch" in times else ():
+            beside(kernel, dims, facts["dtype"], times["torch"] / us)
     for facts in _cells_of(root, "routes-matmul"):
         bar = Bar("routes, rows and layers that are in no table", 0.93)
         cells[bar].append((facts["part_of_best"], facts["dims"]))
@@ -585,6 +594,14 @@ def matmul_beside_cublas(root: Path) -> str:
     return _table(heads, sorted(rows))
 
 
+def _named(dims: Mapping[str, Any], dtype: str) -> str:
+    """Which kernel of ours an H200's table names for a product, if cuBLAS is no route."""
+    op = registry()["matmul"]
+    found = routes.decision(pretend("h200"), meta_inputs(op, dims, getattr(torch, dtype)))
+    ours = {name: us for name, (_, us) in found.best.items() if name != "torch"} if found else {}
+    return min(ours, key=lambda name: ours[name], default="")
+
+
 def _cells_of(root: Path, record: str) -> list[dict[str, Any]]:
     """Of a script's record: all lines but the first, which tells of the machine."""
     path = root / "results" / "h200" / f"{record}.jsonl"
@@ -596,17 +613,19 @@ def _bar(kernel: str, dims: Mapping[str, Any], dtype: str) -> Bar | None:
     """None: it is not of interest."""
     (m, k), n = dims["shape"], dims["n"]
     is_square, lie = m == n == k, "NT" if dims.get("b") == "column" else "NN"
+    shown = "ours, by the table" if kernel == OURS else f"`{kernel}`"
+    on_hopper = kernel in (OURS, "cuda", "gluon")
     if dtype not in ("bfloat16", "float16"):
         tf32 = kernel == "gluon" and dims.get("precision") == "tf32" and is_square
-        return Bar(f"`gluon`, squares in tf32, {lie}", 0.9) if tf32 else None
-    if kernel == "gluon" and m >= MANY:
-        return Bar("`gluon`, squares and prefill", 0.92)
+        return Bar(f"{shown}, squares in tf32, {lie}", 0.9) if tf32 else None
+    if on_hopper and m >= MANY:
+        return Bar(f"{shown}, squares and prefill", 0.92)
     if kernel == "triton" and is_square and m in (4096, 8192):
-        return Bar(f"`triton`, squares of 4096 and 8192, {lie}", 0.85)
-    if kernel == "skinny" and m <= FEW:
+        return Bar(f"{shown}, squares of 4096 and 8192, {lie}", 0.85)
+    if kernel in (OURS, "cuda", "skinny") and m <= FEW:
         size = HALF * n * k / 1e6
         which = "of 100 MB and more" if size >= 100 else "of 32 to 100 MB" if size >= 32 else ""
-        return Bar(f"`skinny`, layers {which or 'under 32 MB'}", 1.0)
+        return Bar(f"{shown}, layers {which or 'under 32 MB'}", 1.0)
     return None
 
 

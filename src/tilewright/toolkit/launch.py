@@ -61,10 +61,10 @@ def bind(
     then `constants` by name. A dtype stands for an output that does not exist yet, a `Described`
     for a tensor that the kernel gets as a TMA descriptor. `aligned` says that every pointer is a
     multiple of 16 bytes; if not, the binary assumes it of none, so that one serves all. `registers`
-    is the most that a thread may have, for more blocks on an SM. A kernel that `follows` is launched
-    before what the kernel in front of it wrote can be seen, and waits for that by itself. With
-    `makes`, an allocator, `run` takes the tensors after the first, makes that one and returns it;
-    what follows the tensors in a call is ignored.
+    is the most that a thread may have, for more blocks on an SM. A kernel that `follows` is
+    launched before what the kernel in front of it wrote can be seen, and waits for that by itself.
+    With `makes`, an allocator, `run` takes the tensors after the first, makes that one and returns
+    it; what follows the tensors in a call is ignored.
     """
     full_grid: Any = (*grid, 1, 1)[:3]
     name = getattr(kernel, "__name__", None) or kernel.fn.__name__

@@ -1,8 +1,9 @@
 """Matmul for Hopper in CUDA C++ (device code: cuda_impl.cu): tiles of as many columns as suit.
 
-Beside `gluon` it has tiles of any 16 columns, so that work comes out evenly, and blocks of a cluster
-may share what they read of b. It begins while the kernel before it ends. It cuts no tile along K.
-Which tile a call takes is data where the GPU was tuned, and else a model's choice (`launches`).
+Beside `gluon` it has tiles of any 16 columns, so that work comes out evenly; blocks of a cluster
+may share what they read of b, or have parts of one tile along K, whose sums meet in shared memory;
+and it begins while the kernel before it ends. Which tile a call takes is data where the GPU was
+tuned, and else a model's choice; which cluster, the model's always (`launches`).
 Limits: halves in any of the four layouts; rows or columns of whole 16 bytes, and so the rows of the
 result.
 """
@@ -39,8 +40,10 @@ class Sizes(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int32)
-        for name in ("m", "n", "steps", "m_tiles", "n_tiles", "pieces", "group", "bytes")
-        + ("a_stacked", "b_stacked")
+        for name in (
+            *("m", "n", "steps", "m_tiles", "n_tiles", "pieces", "group", "bytes"),
+            *("a_stacked", "b_stacked"),
+        )
     ]
 
 
@@ -83,8 +86,8 @@ def plan(
     gpu: Gpu, product: Product, dtype: torch.dtype, cluster: Cluster, most_stages: int = MOST_STAGES
 ) -> Plan:
     depth, columns, tall = launches.depth(dtype), cluster.columns, cluster.tall
-    # What lies across K is fetched 64 rows or columns at a time, as wide as a line is. Of few rows no
-    # more is fetched than there are.
+    # What lies across K is fetched 64 rows or columns at a time, as wide as a line is. Of few rows
+    # no more is fetched than there are.
     rows = cluster.rows
     a_box = min(programs(product.m, 8) * 8, rows) if product.a.by_rows else depth
     a_rows = a_box if product.a.by_rows else rows

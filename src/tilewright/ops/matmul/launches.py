@@ -22,8 +22,9 @@ HEAT, HEAT_US = 0.3, 150.0  # so much slower in the end, and half of it after so
 
 
 def _us(
-    computing: float, moving: float, base: float = BASE_US, heat: float = HEAT, heat_us: float = HEAT_US
-) -> float:
+    computing: float, moving: float,
+    base: float = BASE_US, heat: float = HEAT, heat_us: float = HEAT_US,
+) -> float:  # fmt: skip
     """Of a kernel that would multiply so long, and move its bytes so long: both at a time, but in
     each other's way where neither is short."""
     return base + math.hypot(computing * (1 + heat * computing / (computing + heat_us)), moving)
@@ -135,8 +136,8 @@ MEET_US = 0.75 / 8192  # for each part but one, and each sum of a tile
 
 @dataclass(frozen=True)
 class Cluster:
-    """A tile of `cuda_impl`, and the blocks of a cluster: their tiles lie one below another, or they
-    have parts of one tile along K."""
+    """A tile of `cuda_impl`, and the blocks of a cluster: their tiles lie one below another, or
+    they have parts of one tile along K."""
 
     rows: int
     columns: int
@@ -155,8 +156,8 @@ def widths(product: Product) -> tuple[int, ...]:
 
 
 def _clusters(product: Product, columns: int) -> list[Cluster]:
-    """Where b lies by rows, 64 columns are fetched at a time, and some of them for nothing if a tile
-    has others: two blocks then share what they fetch."""
+    """Where b lies by rows, 64 columns are fetched at a time, and some of them for nothing if a
+    tile has others: two blocks then share what they fetch."""
     rows = SHARE if product.m <= SHARE else ROWS
     if product.b.by_rows and product.m > ROWS and columns > 64 and columns % 64:
         return [Cluster(rows, columns, tall=2)]

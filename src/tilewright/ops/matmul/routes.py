@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -155,9 +156,19 @@ def _yields(backend: str, gpu: Gpu, args: Args) -> str | None:
     if args[4] is not None:
         return None  # a block was given: the portable kernel it is
     found = decision(gpu, args)
-    if found is None or (args[5] and found.choice.backend == "torch"):
-        return _rule(backend, gpu, args)
-    return found.against(backend)
+    if found is not None and args[5]:
+        found = _without_cublas(found)
+    return found.against(backend) if found is not None else _rule(backend, gpu, args)
+
+
+def _without_cublas(found: tuned.Decision) -> tuned.Decision | None:
+    """The same of our kernels alone: every bit of theirs repeats."""
+    every = ((found.choice, found.us), *found.others)
+    ours = [one for one in every if one[0].backend != "torch"]
+    if not ours:
+        return None
+    (choice, us), *others = ours
+    return replace(found, choice=choice, us=us, others=tuple(others))
 
 
 def yields_gluon(gpu: Gpu, *args: Any) -> str | None:
