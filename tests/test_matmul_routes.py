@@ -22,7 +22,15 @@ from test_matmul import interpret
 from tilewright import dispatch, explain, gpu, multiplying, tuned
 from tilewright.errors import UnsupportedError
 from tilewright.explain import explain_call
-from tilewright.ops.matmul import gluon_impl, launches, op, reference, routes, skinny_impl
+from tilewright.ops.matmul import (
+    cuda_impl,
+    gluon_impl,
+    launches,
+    op,
+    reference,
+    routes,
+    skinny_impl,
+)
 from tilewright.spec import Args, Choice
 from tilewright.toolkit import matmul_call, recording, workspace
 from tilewright.toolkit.launch import programs
@@ -113,6 +121,59 @@ def test_the_room_of_few_rows(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
         # the last program's sums end where the room does, and each tile has a flag
         size = constants["BLOCK_N"] * constants["BLOCK_M"]
         assert asked.pop() == (tiles * splits * size, tiles)
+
+
+SHAPES = [
+    product(m, n, k, b=b)
+    for m in (1, 64, 65, 128, 129, 512, 8192)
+    for n, k in ((8, 8), (1024, 512), (1024, 4096), (4608, 3584), (2048, 8192), (57_344, 8192))
+    for b in ("rows", "columns")
+]
+
+
+def test_clusters_along_k_run_at_a_time() -> None:
+    """A block of one has one tile: a second round of them would begin when the first ends."""
+    most = set()
+    for one in SHAPES:
+        for columns in launches.widths(one):
+            found = launches.cluster(one, BFLOAT, H200, columns)
+            plan = cuda_impl.plan(H200, one, BFLOAT, found)
+            assert found.columns == columns and 1 <= found.tall * found.deep <= 4
+            if found.deep > 1:
+                assert plan.blocks == plan.sizes.pieces * found.deep
+                assert plan.blocks <= H200.sm_count * launches.ROOM[found.deep]
+                # each part has steps enough to fill its stages once
+                assert one.k // found.deep >= 64 * launches.FEWEST_STEPS
+                most.add(found.deep)
+            else:
+                assert plan.blocks <= H200.sm_count
+    assert most == {2, 3, 4}
+
+
+def test_clusters_fit_a_block() -> None:
+    """The ring, the rows that wait and the barriers; two steps at the least."""
+    for one in SHAPES:
+        for columns, dtype in itertools.product(launches.widths(one), (HALF, BFLOAT)):
+            for found in launches._clusters(one, columns, H200):
+                plan = cuda_impl.plan(H200, one, dtype, found)
+                assert 2 <= plan.stages <= cuda_impl.MOST_STAGES
+                assert plan.shared <= H200.shared_per_block
+                assert plan.workers == (1 if one.m <= 64 else 2)
+                assert plan.workers * 64 == found.rows
+
+
+def test_the_models_clusters_are_near_the_quickest_that_were_measured() -> None:
+    table = tuned.table(H200, "matmul")
+    assert table is not None
+    parts = []
+    for one in table.buckets:
+        us = {c.launch[0]: timed.us for c, timed in one.times.items() if c.backend == "cuda"}
+        m, k, n = (int(size) for size in re.findall(r"\d+", one.dims)[:3])
+        by = "rows" if one.kind == "half N" else "columns"
+        if us:
+            own = launches.cluster(product(m, n, k, b=by), BFLOAT, H200)
+            parts.append(min(us.values()) / us[own.columns])
+    assert len(parts) > 400 and statistics.geometric_mean(parts) > 0.98 and min(parts) > 0.8
 
 
 def test_the_table_of_the_h200_is_of_these_kernels() -> None:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 from tilewright.errors import LaunchError
-from tilewright.toolkit.launch import MAX_STREAMS, Described, Shot
+from tilewright.toolkit.launch import CUDA_OF_FOLLOWING, MAX_STREAMS, Described, Shot
 from tilewright.toolkit.tensor_map import Maps
 
 CUDA_OF_LAUNCH_EX = 11080  # the CUDA release that brought cuLaunchKernelEx
-CUDA_OF_FOLLOWING = 12030  # and that whose graphs know kernels that wait for one another themselves
 DEFAULT_SHARED = 44 * 1024  # more must be asked for: 48 KiB, less what a kernel declares itself
 PORTABLE_CLUSTER = 8  # more blocks in a cluster than this must be asked for
 

@@ -34,6 +34,7 @@ from tilewright.toolkit import recording
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_STREAMS = 256  # launchers remembered per binding
 MAX_ADDRESSES = 1024  # descriptors remembered per binding and tensor
+CUDA_OF_FOLLOWING = 12030  # the release whose graphs know kernels that wait for one another
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -92,6 +93,8 @@ def bind(
             )
         )
         return recording.not_launchable
+    if follows and not driver_knows_followers():
+        del options["launch_pdl"]  # its wait then returns at once
     if is_interpreted(kernel):
         run = _described(_interpreted(kernel, full_grid, rest, constants), described)
         return run if makes is None else _making(run, makes, len(tensors) - 1)
@@ -358,6 +361,13 @@ def _encoding(
         return given
 
     return raw, encoded
+
+
+@lru_cache(maxsize=1)
+def driver_knows_followers() -> bool:
+    """Whether launches that follow can be captured in a graph here."""
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)  # a CPU build has none
+    return version is not None and version() >= CUDA_OF_FOLLOWING
 
 
 @lru_cache(maxsize=1)

@@ -127,11 +127,11 @@ NARROW = (40, 48)  # and of one where a tile has all rows
 # Parts of SMs on which clusters of so many blocks find room, and how many a tile's sums may have.
 ROOM = {1: 1.0, 2: 1.0, 3: 117 / 132, 4: 120 / 132}
 # A step takes as long as its products or as its bytes from L2, and some clocks more.
-CLOCKS_PER_US, COLUMN_CLOCKS, LINE_CLOCKS, STEP_CLOCKS = 2186.0, 4.0, 1.7, 75.0
-CLUSTER_BASE_US, CLUSTER_HEAT, CLUSTER_HEAT_US = 2.2, 0.69, 135.0
-CLUSTER_BYTES_PER_US = 4.47e6
-STORE_US = 0.009  # for each column
-MEET_US = 0.75 / 8192  # for each part but one, and each sum of a tile
+CLOCKS_PER_US, COLUMN_CLOCKS, LINE_CLOCKS, STEP_CLOCKS = 2186.0, 3.29, 1.495, 38.0
+CLUSTER_BASE_US, CLUSTER_HEAT, CLUSTER_HEAT_US = 2.6, 1.085, 34.3
+CLUSTER_BYTES_PER_US = 4.21e6
+STORE_US = 0.0125  # for each column
+MEET_US = 0.5 / 8192  # for each part but one, and each sum of a tile
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class Cluster:
 
 def cluster(product: Product, dtype: torch.dtype, gpu: Gpu, *launch: int) -> Cluster:
     """The quickest by the model, of all or of so many columns."""
-    able = [one for columns in launch or widths(product) for one in _clusters(product, columns)]
+    wanted = launch or widths(product)
+    able = [one for columns in wanted for one in _clusters(product, columns, gpu)]
     return min(able, key=lambda one: cluster_us(product, one, dtype, gpu))
 
 
@@ -155,23 +156,30 @@ def widths(product: Product) -> tuple[int, ...]:
     return (*NARROW, *WIDTHS) if product.m <= ROWS else WIDTHS
 
 
-def _clusters(product: Product, columns: int) -> list[Cluster]:
+def _clusters(product: Product, columns: int, gpu: Gpu) -> list[Cluster]:
     """Where b lies by rows, 64 columns are fetched at a time, and some of them for nothing if a
-    tile has others: two blocks then share what they fetch."""
+    tile has others: two blocks then share what they fetch. Tiles are cut along K where all of their
+    parts run at a time: such a block does not stay for a second tile, and its like comes late."""
     rows = SHARE if product.m <= SHARE else ROWS
     if product.b.by_rows and product.m > ROWS and columns > 64 and columns % 64:
         return [Cluster(rows, columns, tall=2)]
     most = product.k // (FEWEST_STEPS * 64)
-    return [Cluster(rows, columns, deep=deep) for deep in ROOM if deep == 1 or deep <= most]
+    every = [Cluster(rows, columns, deep=deep) for deep in ROOM if deep <= most]
+    cut = [one for one in every if one.deep > 1 and _waves(product, one, gpu) == 1]
+    return [Cluster(rows, columns), *cut]
+
+
+def _waves(product: Product, found: Cluster, gpu: Gpu) -> int:
+    """Tiles of the block that has most of them."""
+    tiles = programs(programs(product.m, found.rows), found.tall) * found.tall
+    tiles *= programs(product.n, found.columns) * product.count
+    return programs(tiles * found.deep, int(gpu.sm_count * ROOM[found.deep]))
 
 
 def cluster_us(product: Product, found: Cluster, dtype: torch.dtype, gpu: Gpu) -> float:
-    tiles = programs(programs(product.m, found.rows), found.tall) * found.tall
-    tiles *= programs(product.n, found.columns) * product.count
-    waves = programs(tiles * found.deep, int(gpu.sm_count * ROOM[found.deep]))
     multiplied = COLUMN_CLOCKS * found.columns * found.rows / ROWS
     clocks = max(multiplied, LINE_CLOCKS * (found.rows + found.columns)) + STEP_CLOCKS
-    steps = waves * programs(programs(product.k, depth(dtype)), found.deep)
+    steps = _waves(product, found, gpu) * programs(programs(product.k, depth(dtype)), found.deep)
     us = _us(
         steps * clocks / CLOCKS_PER_US, _bytes(product, dtype) / CLUSTER_BYTES_PER_US,
         CLUSTER_BASE_US, CLUSTER_HEAT, CLUSTER_HEAT_US,

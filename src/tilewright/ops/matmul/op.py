@@ -300,6 +300,11 @@ GRID_LAYERS = (
     *((4608, 3584), (3584, 18_944), (6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)),
     *((8192, 8192), (57_344, 8192), (8192, 28_672), (128_256, 4096)),
     *((5120, 3072), (16_384, 3072), (6144, 5120), (5120, 14_336), (3072, 3072), (10_240, 4096)),
+    *((10_240, 8192), (3584, 3584), (37_888, 3584)),
+)
+# of some, b that lies by rows, at every second number of them
+GRID_BY_ROWS = (
+    *((1024, 1024), (4608, 3584), (6144, 4096), (28_672, 4096), (8192, 8192), (10_240, 8192)),
 )
 
 
@@ -307,7 +312,7 @@ def _grid() -> Iterator[Case]:
     for (n, k), m in itertools.product(GRID_LAYERS, GRID_ROWS):
         if m * n <= 2**29:  # a vocabulary of more rows is nobody's
             yield Case(f"{m} x {n} x {k} NT", {"shape": (m, k), "n": n, "b": "column"}, "tune")
-    for (n, k), m in itertools.product(GRID_LAYERS[8:14:2], GRID_ROWS[::2]):
+    for (n, k), m in itertools.product(GRID_BY_ROWS, GRID_ROWS[::2]):
         yield Case(f"{m} x {n} x {k} NN", {"shape": (m, k), "n": n, "b": "row"}, "tune")
 
 
