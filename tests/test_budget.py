@@ -1,4 +1,5 @@
-"""How many binaries a user's shapes can ask for: at most twelve per op, backend, dtype and flags.
+"""How many binaries a user's shapes can ask for: at most twelve per op, backend, dtype and flags,
+but for a kernel that has a reason.
 
 Each one costs a compilation in somebody's first step. The launchers are asked, on meta tensors, for
 a pretended H200, what they would compile; `reach.describe` says when two answers are one binary.
@@ -21,6 +22,9 @@ from tilewright.spec import FLOATS, Args, Backend, Op, as_tuple
 from tilewright.toolkit import recording
 
 LIMIT = 12
+# The width of a tile, its consumers and its parts along K are template parameters: the point of
+# this kernel. NVRTC takes half a second for each, once for all processes.
+MORE = {("matmul", "cuda"): 20}
 H200 = gpu.pretend("h200")
 
 Layout = Callable[..., torch.Tensor]
@@ -324,9 +328,7 @@ def _dtypes(name: str, backend: Backend, flags: str) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize(("name", "backward", "backend", "flags"), list(_budgets()))
-def test_shapes_compile_at_most_twelve_binaries(
-    name: str, backward: bool, backend: str, flags: str
-) -> None:
+def test_shapes_compile_few_binaries(name: str, backward: bool, backend: str, flags: str) -> None:
     forward = _op(name)
     op = forward.autograd.op if backward and forward.autograd else forward
     chosen = op.backend(backend)
@@ -347,7 +349,7 @@ def test_shapes_compile_at_most_twelve_binaries(
                 binaries.setdefault(binary, (rows, columns, layout, request.constants))
         assert binaries, "nothing was asked for: this test would pass on anything"
         reached = "\n".join(map(str, binaries.values()))
-        assert len(binaries) <= LIMIT, (
+        assert len(binaries) <= MORE.get((name, backend), LIMIT), (
             f"{dtype}: {len(binaries)} binaries, first reached by\n{reached}"
         )
 

@@ -292,6 +292,11 @@ COMPILED = (
     *("4096 NN", "Llama-3-8B qkv, 512 tokens", "4096 NN tf32", "wide-cut-row-column"),
 )
 
+# And of each kind of cluster: one below another, and parts along K for one consumer and for two.
+COMPILED_CLUSTERS = (
+    *("wide-cut-late-column-row", "wide-cut-to-float32", "few-40-row-column", "few-40-column-row"),
+)
+
 
 # Rows by (columns, depth) of b. Layers of models in shapes.py, and some between them.
 GRID_ROWS = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
@@ -406,6 +411,7 @@ OP = Op(
             accepts=no_block,
             limits=f"{HERE}.cuda_impl:refuses",
             yields=f"{HERE}.routes:yields_cuda",
+            compiled=COMPILED_CLUSTERS,
         ),
         Backend(
             "skinny",
