@@ -210,6 +210,7 @@ PLANTED: dict[str, tuple[int, str, str]] = {
         "cluster_arrive();  // and left their sums\n  cluster_wait();",
         "",
     ),
+    "the kernel before is not waited for": (PAIRED, "  wait_for_kernel_before();\n", ""),
     "a part is added twice": (DEEP, "(part - (part > home)) * P::SUMS + i", "i"),
     "parts overlap": (DEEP, "rank<P>() * sizes.steps / P::DEEP", "0"),
     "a turned operand goes on too far": (TURNED, "B_BY_ROWS ? 2 * ATOM", "B_BY_ROWS ? 4 * ATOM"),

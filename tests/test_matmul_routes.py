@@ -5,6 +5,7 @@ Nothing here needs a GPU: the kernel runs in Triton's interpreter, and tables ar
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import statistics
@@ -32,6 +33,7 @@ from tilewright.ops.matmul import (
     skinny_impl,
 )
 from tilewright.spec import Args, Choice
+from tilewright.toolkit import launch as launching
 from tilewright.toolkit import matmul_call, recording, workspace
 from tilewright.toolkit.launch import programs
 from tilewright.toolkit.matmul_call import flat
@@ -40,6 +42,9 @@ from tilewright.tuned.file import Bucket, Device, Timed
 from tilewright.tuning.plan import grid
 from tilewright.tuning.run import source_of
 
+BUILD = importlib.import_module(
+    "tilewright.matrix.build"
+)  # whose name in the package is its function's
 H200, T4, L40 = gpu.pretend("h200"), gpu.pretend("t4"), gpu.pretend("sm_89")
 EVERY_GPU = [gpu.pretend(f"sm_{sm}") for sm in gpu.ARCHS]
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -121,6 +126,36 @@ def test_the_room_of_few_rows(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
         # the last program's sums end where the room does, and each tile has a flag
         size = constants["BLOCK_N"] * constants["BLOCK_M"]
         assert asked.pop() == (tiles * splits * size, tiles)
+
+
+@pytest.mark.parametrize(("on", "follows"), [("sm_80", False), ("sm_89", False), ("h200", True)])
+def test_few_rows_follow_the_kernel_before_them(on: str, follows: bool) -> None:
+    with recording.recording() as requests:
+        skinny_impl.prepare(gpu.pretend(on), *call(16, 4096, 4096))
+    (request,) = requests
+    assert dict(request.options).get("launch_pdl", False) == follows
+    assert dict(request.constants)["FOLLOWS"] == follows
+
+
+@pytest.mark.parametrize("b", ["rows", "columns"])
+def test_few_rows_wait_before_they_touch_a_tensor(b: str) -> None:
+    with recording.recording() as requests:
+        skinny_impl.prepare(H200, *call(16, 4096, 4096, b=b))
+    ptx = BUILD._triton(requests[0], 90)[3]
+    touched = re.search(r"\b(cp\.async\.c|ld\.global|st\.global|atom\.|red\.|prefetch)", ptx)
+    assert touched and ptx.index("griddepcontrol.wait") < touched.start()
+    assert "launch_dependents" not in ptx  # measured: it made them slower
+
+
+@pytest.mark.parametrize(("version", "knows"), [(12020, False), (12030, True), (13000, True)])
+def test_drivers_that_cannot_capture_followers(
+    monkeypatch: pytest.MonkeyPatch, version: int, knows: bool
+) -> None:
+    asked = lambda: version  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", asked, raising=False)
+    launching.driver_knows_followers.cache_clear()
+    assert launching.driver_knows_followers() == knows
+    launching.driver_knows_followers.cache_clear()
 
 
 SHAPES = [

@@ -64,6 +64,7 @@ struct Fiber {
   Index thread, block;
   unsigned rank;
   bool is_done = false;
+  bool may_read = false;  // what the kernel before wrote
 };
 
 struct World {
@@ -194,6 +195,7 @@ void travel(void* to, const TensorMap& map, Signal& signal, int x, int y, int z)
   const unsigned at = shared_address(to), told = shared_address(&signal);
   if (at % ATOM) fail("a box that does not begin where an atom does");
   if (tensor->box[0] * 2 != LINE) fail("a box whose rows are no lines");
+  if (!world->now->may_read) fail("a box that the kernel before may still write");
   for (unsigned rank = 0; rank < world->blocks.size(); ++rank) {
     if (BLOCKS == 1 ? rank != world->now->rank : rank >= BLOCKS) continue;
     world->under_way.push_back([=] {
@@ -221,7 +223,7 @@ void travel(void* to, const TensorMap& map, Signal& signal, int x, int y, int z)
 
 // --- kernels in a row ----------------------------------------------------------------------------
 
-inline void wait_for_kernel_before() {}
+inline void wait_for_kernel_before() { world->now->may_read = true; }
 inline void let_next_kernel_begin() {}
 
 // --- products ------------------------------------------------------------------------------------
