@@ -5,8 +5,8 @@
 The cases are those of bench's suites `sweep` and `prefill`, in bfloat16 and float16, and squares in
 tf32 with both operands along K. `cuda` and `gluon` with the launches that the table names for them,
 cuBLAS and, for squares of halves, the portable kernel are checked and timed as `tilewright tune`
-does it. `ours` of a cell is who would serve it if cuBLAS were no route: the quicker one of `cuda`
-and `gluon` by the table, whatever was measured here. On an H200 this takes a minute.
+does it. Told are the ratios of each kernel, and of whichever the table names if cuBLAS is no route,
+whatever was the quickest here. On an H200 this takes a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from tilewright import doctor, gpu, tuned
 from tilewright.ops import registry
+from tilewright.ops.matmul import routes
 from tilewright.spec import Args, Case, Choice
 from tilewright.tuning.measure import measure
 from tilewright.tuning.plan import Job
@@ -38,23 +39,12 @@ class Held(Job):
 
     def expected(self, gpu: gpu.Gpu, args: Args) -> dict[Choice, float]:
         every = super().expected(gpu, args)
-        best = self.best(gpu, args, every)
-        wanted = (*HOPPER, "torch", *(["triton"] if self.case.group == "sweep" else []))
-        return {best[name][0]: every[best[name][0]] for name in wanted if name in best}
-
-    def best(
-        self, gpu: gpu.Gpu, args: Args, every: dict[Choice, float]
-    ) -> dict[str, tuple[Choice, float]]:
-        """The launch of each backend and its time, by the table, or else by the model."""
         found = tuned.decide(gpu, self.op.name, self.place(args), every)
         best = dict(found.best) if found else {}
         for choice in sorted(every, key=lambda choice: every[choice]):
-            best.setdefault(choice.backend, (choice, every[choice]))
-        return best
-
-    def ours(self, gpu: gpu.Gpu, args: Args) -> str:
-        best = self.best(gpu, args, super().expected(gpu, args))
-        return min((name for name in HOPPER if name in best), key=lambda name: best[name][1])
+            best.setdefault(choice.backend, (choice, every[choice]))  # the model's word
+        wanted = (*HOPPER, "torch", *(["triton"] if self.case.group == "sweep" else []))
+        return {best[name][0]: every[best[name][0]] for name in wanted if name in best}
 
 
 def jobs() -> Iterator[Held]:
@@ -74,7 +64,6 @@ def held(job: Held, tools: Any) -> dict[str, Any]:
         "dims": job.dims,
         "dtype": job.dtype_name,
         "launches": [str(choice) for choice in found.times],
-        "ours": job.ours(tools.gpu, job.meta()),
         "times": {choice.backend: timed.us for choice, timed in found.times.items()},
         "refused": {str(choice): why for choice, why in found.refused.items()},
     }
@@ -93,19 +82,24 @@ def main() -> None:
         parser.error(
             f"{on.name} has no kernel of ours to hold against cuBLAS but the portable one."
         )
-    tools, rows = instruments(on, 0), []
+    tools = instruments(on, 0)
+    rows: list[dict[str, Any]] = []
+    named: list[str] = []
     with given.record.open("w", encoding="utf-8") as record:
         record.write(json.dumps({"environment": doctor.environment()}) + "\n")
         for job in jobs():
             rows.append(held(job, tools))
             record.write(json.dumps(rows[-1]) + "\n")
             record.flush()
+            decided = routes.ours(on, job.meta())
+            named.append(decided.choice.backend if decided else "")
     wrong = sum(len(row["refused"]) for row in rows)
     print(f"{len(rows)} cells, {wrong} choices refused")
-    halves = [row for row in rows if row["dtype"] != "float32"]
-    tell("whichever the table names", [(row["times"], row["ours"]) for row in halves])
+    pairs = zip(rows, named, strict=True)
+    halves = [(row["times"], who) for row, who in pairs if row["dtype"] != "float32"]
+    tell("whichever the table names", halves)
     for name in HOPPER:
-        tell(name, [(row["times"], name) for row in halves])
+        tell(name, [(times, name) for times, _ in halves])
 
 
 def tell(what: str, cells: Sequence[tuple[dict[str, float], str]]) -> None:

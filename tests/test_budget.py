@@ -23,7 +23,8 @@ from tilewright.toolkit import recording
 
 LIMIT = 12
 # The width of a tile, its consumers and its parts along K are template parameters: the point of
-# this kernel. NVRTC takes half a second for each, once for all processes.
+# this kernel. NVRTC takes half a second for each, once for all processes. What layers of models
+# ask for is counted in test_matmul_routes.
 MORE = {("matmul", "cuda"): 20}
 H200 = gpu.pretend("h200")
 

@@ -151,7 +151,10 @@ def run(
 @needs_a_compiler
 @pytest.mark.parametrize(
     ("which", "shape"),
-    [(i, shape) for i, instance in enumerate(INSTANCES) for shape in SHAPES[instance[2]]],
+    [
+        *((i, shape) for i, instance in enumerate(INSTANCES) for shape in SHAPES[instance[2]]),
+        (5, (136, 204, 264, 1)),  # rows of float32 are whole 16 bytes with four columns
+    ],
     ids=str,
 )
 def test_the_text_of_the_kernel_is_exact(
@@ -160,6 +163,7 @@ def test_the_text_of_the_kernel_is_exact(
     assert run(library, which, shape, seed=which) == ""
 
 
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason="cuda-core or libnvrtc is not here")
 def test_the_text_compiles_and_spills_nothing() -> None:
     """Whole calls, as the host side binds them: NVRTC needs no GPU."""
     for (m, n, k), by_columns in (((512, 3584, 18_944), True), ((4096, 4096, 4096), False)):
@@ -215,6 +219,15 @@ PLANTED: dict[str, tuple[int, str, str]] = {
     "parts overlap": (DEEP, "rank<P>() * sizes.steps / P::DEEP", "0"),
     "a turned operand goes on too far": (TURNED, "B_BY_ROWS ? 2 * ATOM", "B_BY_ROWS ? 4 * ATOM"),
 }
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
+@pytest.mark.parametrize("which", [PAIRED, DEEP, TURNED])
+def test_without_mistakes_nothing_is_seen(
+    library: Path, which: int, shape: tuple[int, int, int, int]
+) -> None:
+    assert not any(run(library, which, shape, seed) for seed in range(3))
 
 
 @needs_a_compiler

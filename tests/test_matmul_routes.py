@@ -21,6 +21,7 @@ import torch
 from products import call, product
 from test_matmul import interpret
 from tilewright import dispatch, explain, gpu, multiplying, tuned
+from tilewright.dims import meta_inputs
 from tilewright.errors import UnsupportedError
 from tilewright.explain import explain_call
 from tilewright.ops.matmul import (
@@ -195,6 +196,35 @@ def test_clusters_fit_a_block() -> None:
                 assert plan.shared <= H200.shared_per_block
                 assert plan.workers == (1 if one.m <= 64 else 2)
                 assert plan.workers * 64 == found.rows
+
+
+def instances(args: Args, *forced: Choice) -> set[str]:
+    """The binaries of `cuda` for a call, or for each of these launches."""
+    found = set()
+    for choice in forced:
+        with tuned.forcing(choice), recording.recording() as requests:
+            cuda_impl.prepare(H200, *args)
+        found |= {request.kernel for request in requests}
+    return found
+
+
+def test_binaries_that_the_table_names_are_watched() -> None:
+    """verify and the sanitizers take cases of two groups, in every launch."""
+    named: dict[str, set[str]] = {"half T": set(), "half N": set()}
+    for job in grid(op.OP):
+        decision = routes.ours(H200, args := job.meta())
+        assert decision is not None
+        if decision.choice.backend == "cuda":
+            named[job.place(args)[0]] |= instances(args, decision.choice)
+    watched = set()
+    for case in op.CASES:
+        if case.group in ("edge", "plan"):
+            args = meta_inputs(op.OP, case.dims, BFLOAT)
+            watched |= instances(
+                args, *(c for c in routes.choices(H200, *args) if c.backend == "cuda")
+            )
+    assert set().union(*named.values()) <= watched
+    assert 10 < len(named["half T"]) <= 40 and len(named["half N"]) <= 40
 
 
 def test_the_models_clusters_are_near_the_quickest_that_were_measured() -> None:
@@ -393,7 +423,7 @@ def test_on_hopper_our_kernels_serve_what_they_can(deterministic: bool) -> None:
 
 @pytest.mark.usefixtures("no_table")
 def test_of_the_hopper_kernels_the_model_names_one() -> None:
-    """And it says so; without cuda-core it is the other, and of tf32 there is but one."""
+    """And it says so."""
     named = set()
     for m, n in itertools.product((96, 512, 4096), (1024, 4608, 10_240)):
         args = call(m, n, 3584)

@@ -574,7 +574,8 @@ def matmul_beside_cublas(root: Path) -> str:
                     beside(OURS, first.dims, first.dtype, ratio)
     for facts in _cells_of(root, "routes-prefill-matmul"):
         dims, times = parse(registry()["matmul"], facts["dims"], "readme"), facts["times"]
-        best = {OURS: times[facts["ours"]]} if facts.get("ours") in times else {}
+        named = _named(dims, facts["dtype"])
+        best = {OURS: times[named]} if named in times else {}
         for kernel, us in (times | best).items() if "torch" in times else ():
             beside(kernel, dims, facts["dtype"], times["torch"] / us)
     for facts in _cells_of(root, "routes-matmul"):
@@ -596,10 +597,9 @@ def matmul_beside_cublas(root: Path) -> str:
 
 def _named(dims: Mapping[str, Any], dtype: str) -> str:
     """Which kernel of ours an H200's table names for a product, if cuBLAS is no route."""
-    op = registry()["matmul"]
-    found = routes.decision(pretend("h200"), meta_inputs(op, dims, getattr(torch, dtype)))
-    ours = {name: us for name, (_, us) in found.best.items() if name != "torch"} if found else {}
-    return min(ours, key=lambda name: ours[name], default="")
+    args = meta_inputs(registry()["matmul"], dims, getattr(torch, dtype))
+    found = routes.ours(pretend("h200"), args)
+    return found.choice.backend if found else ""
 
 
 def _cells_of(root: Path, record: str) -> list[dict[str, Any]]:

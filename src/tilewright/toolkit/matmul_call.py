@@ -149,6 +149,7 @@ def _merged(
 
 
 LONGEST = 2**31 - 2**16  # sizes and tiles are numbered in 32 bits
+HIGHEST = 2**26  # matrices of a stack: whose result fits in memory has fewer than 32 tiles of each
 
 
 def too_long(product: Product) -> str | None:
@@ -156,6 +157,8 @@ def too_long(product: Product) -> str | None:
     if max(product.m, product.n, product.k) > LONGEST:
         sizes = f"{product.m}, {product.n} and {product.k}"
         return f"sizes are {sizes}; its kernels number them in 32 bits"
+    if product.count > HIGHEST:
+        return f"it is a stack of {product.count} matrices; its kernels number up to {HIGHEST}"
     return None
 
 

@@ -255,7 +255,7 @@ def bind(
     to three tensors after the first, makes that one and returns it; what follows the tensors in a
     call is ignored. A kernel that walks over its work gets no more blocks than run at a time,
     `waves` times. One that `follows` is launched before what the kernel before it wrote can be
-    seen, and waits for that by itself (include/tilewright/partials.cuh); GPUs older than SM 90
+    seen, and waits for that by itself (`wait_for_kernel_before`); GPUs older than SM 90
     know only plain launches.
     """
     shape = Shape(kernel, grid, block, shared, cluster, follows and gpu.sm >= 90)

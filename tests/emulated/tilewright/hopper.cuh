@@ -137,6 +137,7 @@ template <int ALIGNMENT> unsigned char* shared_memory() {
 }
 
 template <class T> T* in_block(T* pointer, int rank) {
+  if (!world->blocks[rank].threads) fail("a block that has ended is written to");
   return reinterpret_cast<T*>(world->blocks[rank].memory.data() + shared_address(pointer));
 }
 
@@ -282,7 +283,10 @@ template <class T, int COLUMNS, bool A_BY_COLUMNS, bool B_BY_ROWS> struct Produc
   }
 };
 
-inline void begin_products() { world->now->products.emplace_back(); }
+inline void begin_products() {
+  if (!world->now->may_read) fail("results that the kernel before may still read or write");
+  world->now->products.emplace_back();
+}
 inline void end_products() {}
 template <int UNDER_WAY> void wait_for_products() {
   auto& batches = world->now->products;

@@ -241,6 +241,14 @@ def _plans() -> Iterator[Case]:
         for a, b in itertools.product(("row", "column"), repeat=2):
             dims = {"shape": (m, 2056), "n": 136, "a": a, "b": b}
             yield Case(f"few-{m}-{a}-{b}", dims, "plan")
+    # few tiles, whose parts along K meet in clusters of two to four
+    for m, k, n, b in (
+        *((1, 1024, 1024, "column"), (1, 1024, 1024, "row"), (96, 1024, 1024, "column")),
+        *((96, 1024, 1024, "row"), (96, 4096, 1024, "column"), (192, 4096, 1024, "column")),
+        *((192, 8192, 2048, "column"), (384, 8192, 2048, "column"), (768, 4096, 1024, "column")),
+        *((96, 14_336, 5120, "column"), (32, 3072, 3072, "column"), (96, 3072, 3072, "column")),
+    ):
+        yield Case(f"few-tiles-{m}-{k}-{n}-{b}", {"shape": (m, k), "n": n, "b": b}, "plan")
     dims = {"shape": (300, 4104), "n": 2568, "b": "column"}
     yield Case("wide-cut-tf32", {**dims, "precision": "tf32"}, "plan")
     yield Case("wide-cut-to-float32", {**dims, "out_dtype": torch.float32}, "plan")

@@ -155,10 +155,14 @@ def _rule(backend: str, gpu: Gpu, args: Args) -> str | None:
 def _yields(backend: str, gpu: Gpu, args: Args) -> str | None:
     if args[4] is not None:
         return None  # a block was given: the portable kernel it is
-    found = decision(gpu, args)
-    if found is not None and args[5]:
-        found = _without_cublas(found)
+    found = (ours if args[5] else decision)(gpu, args)
     return found.against(backend) if found is not None else _rule(backend, gpu, args)
+
+
+def ours(gpu: Gpu, args: Args) -> tuned.Decision | None:
+    """What the table says if cuBLAS is no route; None: it knows no such call of our kernels."""
+    found = decision(gpu, args)
+    return found and _without_cublas(found)
 
 
 def _without_cublas(found: tuned.Decision) -> tuned.Decision | None:
