@@ -429,6 +429,7 @@ LAYERS = {  # (columns, depth) of b, as the tuned grid has them: layers of model
     "Llama-3-70B down": (8192, 28_672),
 }
 SOME_ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
+TICKS = (1, 16, 128, 1024, 8192)  # of a picture: further apart than their words are wide
 ROUTES = {name: name for name in ("skinny", "gluon", "cuda", "triton")} | {"torch": "cuBLAS"}
 FEW, MANY = 64, 512  # rows: those that `skinny` takes, and those of prefill
 OURS = "ours"  # whichever kernel of ours the table names
@@ -707,7 +708,8 @@ def _draw_routes(times: Axes, ratios: Axes, curve: Curve, layer: tuple[int, int]
     everything = (us for point in curve.values() for us in point.us.values())
     canvas.log_axis(times, [*floors, *everything], "y")
     ratios.set_xscale("log", base=2)
-    ratios.set_xticks(sizes[::3], [f"{m:,}" for m in sizes[::3]])
+    told = [m for m in sizes if m in TICKS]
+    ratios.set_xticks(told, [f"{m:,}" for m in told])
     ratios.set_xticks([], minor=True)
     ratios.set(xlabel="rows", ylim=(0.95, 2.0))
 
