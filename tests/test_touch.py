@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -163,3 +166,111 @@ def test_touch_wants_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert touch.main(["softmax"]) == 2
     assert capsys.readouterr().out.startswith("touch: torch sees no GPU")
+
+
+# --- scripts/check_hazards.py --------------------------------------------------------------------
+
+# Stands in for compute-sanitizer: it says what the tool and touch would, and part 2 goes wrong as
+# the name of the op says.
+SANITIZER = """#!/bin/sh
+[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 9
+echo "$@" >> "$SEEN"
+tool=$2
+for last; do :; done
+case "$last $*" in
+  slow*"--part 2/"*) echo "3/7 rope triton: tall bfloat16" >&2; sleep 30 & wait ;;
+  dies*"--part 2/"*) echo "4/7 rope triton: wide float16" >&2; exit 1 ;;
+  none*"--part 2/"*) echo "touch: no op or backend is named 'none'"; exit 2 ;;
+  idle*"--part 2/"*) echo "========= ERROR SUMMARY: 0 errors"; exit 0 ;;
+esac
+echo "========= COMPUTE-SANITIZER"
+echo "rope triton: 3 binaries, forward and backward"
+case "$last $*" in
+  wrong*"--part 2/"*) echo "========= ERROR SUMMARY: 1 error" ;;
+  fails*"--part 2/"*) echo "========= ERROR SUMMARY: 0 errors"; exit 3 ;;
+  *) [ "$tool" = racecheck ] &&
+    echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ||
+    echo "========= ERROR SUMMARY: 0 errors" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def hazards() -> ModuleType:
+    path = REPOSITORY / "scripts" / "check_hazards.py"
+    spec = importlib.util.spec_from_file_location("check_hazards", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The commands that it was given."""
+    fake, seen = tmp_path / "bin" / "compute-sanitizer", tmp_path / "seen.txt"
+    fake.parent.mkdir()
+    fake.write_text(SANITIZER)
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SEEN", str(seen))
+    return seen
+
+
+def test_every_tool_watches_every_part(
+    hazards: ModuleType, sanitizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = str(tmp_path / "sanitizer-rope")
+    more = ["--parts", "3", "--workers", "2", "--record", record]
+    assert hazards.main(["rope", "triton", *more]) == 0
+    watched = sorted(line.split() for line in sanitizer.read_text().splitlines())
+    parts = [(line[1], line[line.index("--part") + 1]) for line in watched]
+    assert sorted(parts) == sorted((t, f"{i}/3") for t in hazards.TOOLS for i in (1, 2, 3))
+    assert all(line[-2:] == ["rope", "triton"] and "--smallest" in line for line in watched)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("12/12 ")
+    for tool in hazards.TOOLS:
+        said = Path(f"{record}-{tool}.txt").read_text().split("$ ")[1:]
+        assert [f"--part {i}/3 rope triton\n" in one for i, one in enumerate(said, 1)] == [True] * 3
+        assert all(
+            f"--tool {tool} " in one
+            and re.search("\nrope triton: 3 binaries, forward and backward\n=.*: 0 ", one)
+            for one in said
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("slow", "did not end in 2 s: 3/7 rope triton: tall bfloat16"),
+        ("dies", "ended with status 1: 4/7 rope triton: wide float16"),
+        ("none", "ended with status 2: touch: no op or backend is named 'none'"),
+        ("fails", "ended with status 3"),
+        ("idle", "ended with status 0: it said nothing"),  # nothing ran, and nothing was wrong
+        ("wrong", "found something"),
+    ],
+)
+def test_a_part_that_fails_is_told_and_kept(
+    hazards: ModuleType, sanitizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    how: str, told: str,
+) -> None:  # fmt: skip
+    record = str(tmp_path / "sanitizer-rope")
+    more = ["--tool", "memcheck", "--parts", "3", "--limit", "2", "--record", record]
+    begun = time.monotonic()
+    assert hazards.main([how, *more]) == 1
+    assert time.monotonic() - begun < 20  # what a part had started ends with it
+    by_part = sorted(line.split(" memcheck ")[1] for line in capsys.readouterr().out.splitlines())
+    assert [told in line for line in by_part] == [False, True, False]
+    said = Path(f"{record}-memcheck.txt").read_text().split("$ ")[1:]
+    assert [told in one for one in said] == [False, True, False]
+
+
+def test_hazards_want_a_sanitizer(
+    hazards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        hazards.main(["rope", "--record", str(tmp_path / "a")])
+    assert ended.value.code == 2 and "compute-sanitizer" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
