@@ -6,9 +6,12 @@ import importlib.util
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -175,23 +178,33 @@ def test_touch_wants_a_gpu(
 SANITIZER = """#!/bin/sh
 [ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 9
 echo "$@" >> "$SEEN"
-tool=$2
+echo 1 >> "$SEEN.now"
 for last; do :; done
-case "$last $*" in
-  slow*"--part 2/"*) echo "3/7 rope triton: tall bfloat16" >&2; sleep 30 & wait ;;
-  dies*"--part 2/"*) echo "4/7 rope triton: wide float16" >&2; exit 1 ;;
-  none*"--part 2/"*) echo "touch: no op or backend is named 'none'"; exit 2 ;;
-  idle*"--part 2/"*) echo "========= ERROR SUMMARY: 0 errors"; exit 0 ;;
+case "$*" in *"--part 2/"*) how=$last ;; *) how=well ;; esac
+binaries=3 status=0
+summary="========= ERROR SUMMARY: 0 errors"
+[ "$2" = racecheck ] &&
+  summary="========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+echo "3/7 rope triton: tall bfloat16" >&2
+case "$how" in
+  slow) sleep 100 & sleep 100 ;;
+  away) setsid sleep 20 & sleep 100 ;;
+  dies) printf 'Traceback:\\nAcceleratorError: launch failed\\n' >&2; exit 1 ;;
+  none) echo "touch: no op or backend is named 'none'"; exit 2 ;;
+  idle) echo "$summary"; exit 0 ;;
+  hollow) binaries=0 ;;
+  wrong) summary="========= ERROR SUMMARY: 1 error" ;;
+  deaf) summary="========= Error: no attachable process found" ;;
+  torn) echo "========= Internal Sanitizer Error" ;;
+  split) echo "$summary"; summary="========= ERROR SUMMARY: 5 errors" ;;
+  fails) status=3 ;;
 esac
 echo "========= COMPUTE-SANITIZER"
-echo "rope triton: 3 binaries, forward and backward"
-case "$last $*" in
-  wrong*"--part 2/"*) echo "========= ERROR SUMMARY: 1 error" ;;
-  fails*"--part 2/"*) echo "========= ERROR SUMMARY: 0 errors"; exit 3 ;;
-  *) [ "$tool" = racecheck ] &&
-    echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ||
-    echo "========= ERROR SUMMARY: 0 errors" ;;
-esac
+echo "rope triton: $binaries binaries, forward and backward"
+echo "$summary"
+sleep 0.1
+echo -1 >> "$SEEN.now"
+exit $status
 """
 
 
@@ -218,23 +231,40 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return seen
 
 
+def under_way(sanitizer: Path) -> list[str]:
+    """Processes that a sanitizer began."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may have ended, or be somebody else's
+            if f"SEEN={sanitizer}\0".encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+    return found
+
+
 def test_every_tool_watches_every_part(
     hazards: ModuleType, sanitizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = str(tmp_path / "sanitizer-rope")
-    more = ["--parts", "3", "--workers", "2", "--record", record]
+    record = tmp_path / "sanitizer-rope"
+    more = ["--parts", "3", "--workers", "2", "--record", str(record)]
     assert hazards.main(["rope", "triton", *more]) == 0
-    watched = sorted(line.split() for line in sanitizer.read_text().splitlines())
+    watched = [line.split() for line in sanitizer.read_text().splitlines()]
     parts = [(line[1], line[line.index("--part") + 1]) for line in watched]
     assert sorted(parts) == sorted((t, f"{i}/3") for t in hazards.TOOLS for i in (1, 2, 3))
     assert all(line[-2:] == ["rope", "triton"] and "--smallest" in line for line in watched)
+    at_a_time = accumulate(map(int, Path(f"{sanitizer}.now").read_text().split()))
+    assert max(at_a_time) == 2
+    options = {line[1]: "--report-api-errors no" in " ".join(line) for line in watched}
+    assert [tool for tool, told in options.items() if told] == ["memcheck"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("12/12 ")
+    names = {path.name for path in tmp_path.glob("sanitizer-*")}
+    assert names == {f"sanitizer-rope-{tool}.txt" for tool in hazards.TOOLS}
     for tool in hazards.TOOLS:
         said = Path(f"{record}-{tool}.txt").read_text().split("$ ")[1:]
         assert [f"--part {i}/3 rope triton\n" in one for i, one in enumerate(said, 1)] == [True] * 3
         assert all(
             f"--tool {tool} " in one
             and re.search("\nrope triton: 3 binaries, forward and backward\n=.*: 0 ", one)
+            and "3/7" not in one  # touch's progress
             for one in said
         )
 
@@ -242,12 +272,20 @@ def test_every_tool_watches_every_part(
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("slow", "did not end in 2 s: 3/7 rope triton: tall bfloat16"),
-        ("dies", "ended with status 1: 4/7 rope triton: wide float16"),
-        ("none", "ended with status 2: touch: no op or backend is named 'none'"),
-        ("fails", "ended with status 3"),
-        ("idle", "ended with status 0: it said nothing"),  # nothing ran, and nothing was wrong
-        ("wrong", "found something"),
+        ("slow", "did not end in 3 s: 3/7 rope triton: tall bfloat16"),
+        ("away", "did not end in 3 s: 3/7 rope triton"),  # and a child of it never does
+        (
+            "dies",
+            "ended with status 1, 3/7 rope triton: tall bfloat16: AcceleratorError: launch failed",
+        ),
+        ("none", "touch: no op or backend is named 'none'"),
+        ("fails", "ended with status 3, 3/7"),
+        ("idle", "ended with status 0, 3/7"),  # nothing ran, and nothing was wrong
+        ("hollow", "nothing ran: there are fewer calls than parts"),
+        ("wrong", "found something: ERROR SUMMARY: 1 error"),
+        ("deaf", "the sanitizer did not watch to the end"),
+        ("split", "the sanitizer did not watch to the end"),
+        ("torn", "the sanitizer did not watch to the end"),
     ],
 )
 def test_a_part_that_fails_is_told_and_kept(
@@ -255,14 +293,54 @@ def test_a_part_that_fails_is_told_and_kept(
     how: str, told: str,
 ) -> None:  # fmt: skip
     record = str(tmp_path / "sanitizer-rope")
-    more = ["--tool", "memcheck", "--parts", "3", "--limit", "2", "--record", record]
+    more = ["--tool", "memcheck", "--parts", "3", "--limit", "3", "--record", record]
     begun = time.monotonic()
     assert hazards.main([how, *more]) == 1
-    assert time.monotonic() - begun < 20  # what a part had started ends with it
+    assert time.monotonic() - begun < 50 and bool(under_way(sanitizer)) == (how == "away")
     by_part = sorted(line.split(" memcheck ")[1] for line in capsys.readouterr().out.splitlines())
     assert [told in line for line in by_part] == [False, True, False]
     said = Path(f"{record}-memcheck.txt").read_text().split("$ ")[1:]
-    assert [told in one for one in said] == [False, True, False]
+    assert [f"-- {told}" in one for one in said] == [False, True, False]
+    assert ["3/7" in one for one in said] == [False, True, False]  # the standard error
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_stopped_stops_the_sanitizers(sanitizer: Path, tmp_path: Path, how: int) -> None:
+    """And leaves no record that looks whole."""
+    record = tmp_path / "sanitizer-rope"
+    more = ["--tool", "memcheck", "--parts", "3", "--workers", "2", "--record", str(record)]
+    script = str(REPOSITORY / "scripts" / "check_hazards.py")
+    command = [sys.executable, script, "slow", *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    for _ in range(2):  # parts 1 and 3 have ended: part 2 alone is under way
+        process.stdout.readline()
+    assert under_way(sanitizer)
+    process.send_signal(how)
+    assert process.wait(timeout=60) != 0
+    assert not under_way(sanitizer)
+    assert [path.name for path in tmp_path.glob("sanitizer-*")] == [
+        f"{record.name}-memcheck.txt.part"
+    ]
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--parts", "0"], "--parts"),
+        (["--limit", "nan"], "--limit"),
+        (["--record", "nowhere/a"], "no folder nowhere"),
+    ],
+)
+def test_hazards_refuse_what_they_cannot_do(
+    hazards: ModuleType, sanitizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    more: list[str], told: str,
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        hazards.main(["rope", "--record", str(tmp_path / "a"), *more])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert not sanitizer.exists()
 
 
 def test_hazards_want_a_sanitizer(
