@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -188,7 +189,7 @@ summary="========= ERROR SUMMARY: 0 errors"
 echo "3/7 rope triton: tall bfloat16" >&2
 case "$how" in
   slow) sleep 100 & sleep 100 ;;
-  away) setsid sleep 20 & sleep 100 ;;
+  away) setsid sleep 60 & sleep 100 ;;
   dies) printf 'Traceback:\\nAcceleratorError: launch failed\\n' >&2; exit 1 ;;
   none) echo "touch: no op or backend is named 'none'"; exit 2 ;;
   idle) echo "$summary"; exit 0 ;;
@@ -229,6 +230,14 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SEEN", str(seen))
     return seen
+
+
+def all_end(sanitizer: Path) -> bool:
+    """What was killed may need a moment."""
+    until = time.monotonic() + 10
+    while under_way(sanitizer) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not under_way(sanitizer)
 
 
 def under_way(sanitizer: Path) -> list[str]:
@@ -296,7 +305,8 @@ def test_a_part_that_fails_is_told_and_kept(
     more = ["--tool", "memcheck", "--parts", "3", "--limit", "3", "--record", record]
     begun = time.monotonic()
     assert hazards.main([how, *more]) == 1
-    assert time.monotonic() - begun < 50 and bool(under_way(sanitizer)) == (how == "away")
+    assert time.monotonic() - begun < 50
+    assert under_way(sanitizer) if how == "away" else all_end(sanitizer)
     by_part = sorted(line.split(" memcheck ")[1] for line in capsys.readouterr().out.splitlines())
     assert [told in line for line in by_part] == [False, True, False]
     said = Path(f"{record}-memcheck.txt").read_text().split("$ ")[1:]
@@ -311,18 +321,24 @@ def test_who_is_stopped_stops_the_sanitizers(sanitizer: Path, tmp_path: Path, ho
     more = ["--tool", "memcheck", "--parts", "3", "--workers", "2", "--record", str(record)]
     script = str(REPOSITORY / "scripts" / "check_hazards.py")
     command = [sys.executable, script, "slow", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    for _ in range(2):  # parts 1 and 3 have ended: part 2 alone is under way
-        process.stdout.readline()
-    assert under_way(sanitizer)
-    process.send_signal(how)
-    assert process.wait(timeout=60) != 0
-    assert not under_way(sanitizer)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        # a shell that runs the tests in the background has them ignore it
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            for _ in range(2):  # parts 1 and 3 have ended: part 2 alone is under way
+                process.stdout.readline()
+            assert under_way(sanitizer)
+            process.send_signal(how)
+            assert process.wait(timeout=60) != 0
+        finally:
+            process.kill()
+    assert all_end(sanitizer)
     assert [path.name for path in tmp_path.glob("sanitizer-*")] == [
         f"{record.name}-memcheck.txt.part"
     ]
-    process.stdout.close()
 
 
 @pytest.mark.parametrize(
