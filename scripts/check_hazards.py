@@ -7,7 +7,7 @@ Every tool watches `tilewright.verify.touch --smallest` in so many parts, as man
 are workers. A tool's record is <record>-<tool>.txt: each command, and what it printed; where
 something is wrong, its standard error as well, and the reason. It is written when all parts have
 ended or were stopped, over one that is there; until then it is called .part. The exit status is 1
-if anything was wrong.
+if anything was wrong, and 2 if touch refuses the names or sees no GPU: then no record is replaced.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Running:
         self.process.wait()
 
     def end(self, late: float) -> Seen:
-        self.stop()
+        if late:
+            self.stop()
         said, aside = map(_read, (self.out, self.aside))
         return Seen(self.watch, said, aside, trouble(said, aside, self.process.returncode, late))
 
@@ -130,10 +131,9 @@ def see(watches: Sequence[Watch], workers: int, limit: float) -> Iterator[Seen]:
                 running.append(Running(waiting.pop()))
             time.sleep(POLL)
             for one in list(running):
-                is_late = time.monotonic() - one.begun > limit
-                if one.process.poll() is not None or is_late:
-                    late = limit if one.process.poll() is None else 0.0
-                    seen = one.end(late)
+                ended = one.process.poll() is not None
+                if ended or time.monotonic() - one.begun > limit:
+                    seen = one.end(late=0.0 if ended else limit)
                     running.remove(one)
                     yield seen
     finally:
@@ -171,6 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[Seen] = []
     with closing(see(watches, given.workers, given.limit)) as ends:
         for seen in ends:
+            if seen.trouble.startswith("touch: "):
+                parser.error(seen.trouble)
             found.append(seen)
             done = f"{len(found)}/{len(watches)} {seen.watch.tool} part {seen.watch.part}"
             print(f"{done}: {seen.trouble or 'nothing found'}", flush=True)

@@ -8,7 +8,6 @@ and one binary is compiled and taken apart.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import itertools
 import json
 import re
@@ -25,6 +24,7 @@ import pytest
 import torch
 import triton
 
+import script
 import tilewright
 from tilewright import dispatch, gpu, matrix
 from tilewright.errors import UnsupportedError
@@ -53,12 +53,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def tuner() -> ModuleType:
-    path = ROOT / "scripts" / "tune_attention.py"
-    spec = importlib.util.spec_from_file_location("tune_attention", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script.load("tune_attention")
 
 
 @pytest.fixture(scope="module")

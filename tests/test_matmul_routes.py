@@ -43,9 +43,8 @@ from tilewright.tuned.file import Bucket, Device, Timed
 from tilewright.tuning.plan import grid
 from tilewright.tuning.run import source_of
 
-BUILD = importlib.import_module(
-    "tilewright.matrix.build"
-)  # whose name in the package is its function's
+# whose name in the package is its function's
+BUILD = importlib.import_module("tilewright.matrix.build")
 H200, T4, L40 = gpu.pretend("h200"), gpu.pretend("t4"), gpu.pretend("sm_89")
 EVERY_GPU = [gpu.pretend(f"sm_{sm}") for sm in gpu.ARCHS]
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
