@@ -849,6 +849,7 @@ PLANTED = (
     ),
     Planted(
         "every split goes on to the end", edge("matmul", "few-rows-deep"), MATMUL_SKINNY,
-        "split * steps // splits, (split + 1) * steps // splits", "split * steps // splits, steps",
+        "first, last = part_of(steps, split, splits)",
+        "first, last = part_of(steps, split, splits)[0], steps",
     ),
 )  # fmt: skip

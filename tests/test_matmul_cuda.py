@@ -7,6 +7,7 @@ whether the hardware reads a descriptor as PTX's manual says.
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from test_nvrtc import ptx_of
 from tilewright import gpu
 from tilewright.ops.matmul import cuda_impl, launches
 from tilewright.toolkit import nvrtc, recording
+from tilewright.toolkit.cuda_args import instance
 from tilewright.toolkit.launch import Described
 from tilewright.toolkit.matmul_call import see
 
@@ -178,6 +181,27 @@ def test_the_text_compiles_and_spills_nothing() -> None:
         assert request.dynamic_shared <= H200.shared_per_block
 
 
+# What touches a tensor: TMA's and ordinary loads and stores. Shared memory is the block's own.
+TOUCHES = re.compile(
+    r"\b(cp\.async\.bulk\.tensor|(ld|st|red|atom)(\.\w+)*\.global|prefetch\.global)"
+)
+
+
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason="cuda-core or libnvrtc is not here")
+@pytest.mark.parametrize("which", range(len(INSTANCES)))
+def test_it_looks_ahead_waits_and_touches(which: int) -> None:
+    """In this order: what is touched before, the kernel before may still write."""
+    name, out, *numbers = INSTANCES[which]
+    types = f"tilewright::{name}", out if out == "float" else f"tilewright::{out}"
+    kernel = instance("tilewright::matmul_tiles", *types, *numbers)
+    ptx = ptx_of(cuda_impl.SOURCE, kernel)
+    waited = ptx.index("griddepcontrol.wait")
+    ahead = [found.start() for found in re.finditer(r"cp\.async\.bulk\.prefetch\.tensor", ptx)]
+    touched = [found.start() for found in TOUCHES.finditer(ptx)]
+    assert ahead and max(ahead) < waited < min(touched)
+    assert ptx.count("griddepcontrol.wait") == 1
+
+
 @needs_a_compiler
 @pytest.mark.parametrize("stacked", [(True, False), (False, True)])
 def test_one_matrix_for_a_stack(library: Path, stacked: tuple[bool, bool]) -> None:
@@ -215,6 +239,31 @@ PLANTED: dict[str, tuple[int, str, str]] = {
         "",
     ),
     "the kernel before is not waited for": (PAIRED, "  wait_for_kernel_before();\n", ""),
+    "L2 is told of fewer steps": (PAIRED, "EARLY = 2;", "EARLY = 1;"),
+    "L2 is told of more steps": (PAIRED, "EARLY = 2;", "EARLY = 3;"),
+    "L2 is told nothing": (PAIRED, "min(first_step<P>(sizes) + EARLY, end_step<P>(sizes))", "0"),
+    "L2 is told of another part": (
+        DEEP,
+        "int step = first_step<P>(sizes); step < end; ++step) {\n    boxes",
+        "int step = 0; step < end; ++step) {\n    boxes",
+    ),
+    "L2 is told of the last steps": (
+        PAIRED,
+        "boxes_of_b<P>(at, step, sizes, [&](int,",
+        "boxes_of_b<P>(at, end_step<P>(sizes) - 1 - step, sizes, [&](int,",
+    ),
+    "L2 is told of more steps than there are": (
+        DEEP,
+        "min(first_step<P>(sizes) + EARLY, end_step<P>(sizes))",
+        "first_step<P>(sizes) + EARLY",
+    ),
+    "all threads tell L2": (PAIRED, "threadIdx.x == WORKERS * WORKER && sizes", "sizes"),
+    "L2 is told where a block has several tiles": (PAIRED, " && sizes.pieces <= stride", ""),
+    "L2 is told too late": (
+        PAIRED,
+        "  if (threadIdx.x == WORKERS * WORKER && sizes",
+        "  wait_for_kernel_before();\n  if (threadIdx.x == WORKERS * WORKER && sizes",
+    ),
     "a part is added twice": (DEEP, "(part - (part > home)) * P::SUMS + i", "i"),
     "parts overlap": (DEEP, "rank<P>() * sizes.steps / P::DEEP", "0"),
     "a turned operand goes on too far": (TURNED, "B_BY_ROWS ? 2 * ATOM", "B_BY_ROWS ? 4 * ATOM"),

@@ -841,7 +841,7 @@ def ptx_of(source: nvrtc.Source, kernel: str) -> str:
     _, program = raw.nvrtcCreateProgram(source.text.encode(), b"kernel.cu", 0, [], [])
     raw.nvrtcAddNameExpression(program, kernel.encode())
     include = b"-I" + bytes(nvrtc.INCLUDE)
-    options = [b"-arch=compute_90", b"-std=" + nvrtc.STANDARD.encode(), include]
+    options = [b"-arch=compute_90a", b"-std=" + nvrtc.STANDARD.encode(), include]
     (error,) = raw.nvrtcCompileProgram(program, len(options), options)
     assert error == raw.nvrtcResult.NVRTC_SUCCESS
     _, size = raw.nvrtcGetPTXSize(program)

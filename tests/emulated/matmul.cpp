@@ -25,7 +25,14 @@ std::string run(const Call& call, int* shared) {
         matmul_tiles<T, Out, WORKERS, COLUMNS, STAGES, A_BY_ROWS, B_BY_ROWS, TALL, DEEP>(
             static_cast<Out*>(call.c), a, b, call.sizes);
       },
-      call.grid, P::BLOCKS, P::THREADS, *shared, call.seed);
+      call.grid, P::BLOCKS, P::THREADS, *shared, call.seed,
+      [&](unsigned rank) {  // boxes of b in the first two steps: of a block's part, and its share
+        if (call.sizes.pieces > call.grid / P::BLOCKS) return 0;  // there are several tiles
+        const int steps = call.sizes.steps, boxes = B_BY_ROWS ? (COLUMNS + 63) / 64 : TALL;
+        const int part = (rank + 1) * steps / DEEP - rank * steps / DEEP;
+        const int share = TALL == 1 ? boxes : (boxes + TALL - 1 - rank) / TALL;
+        return min(DEEP == 1 ? steps : part, 2) * share;
+      });
 }
 
 }  // namespace

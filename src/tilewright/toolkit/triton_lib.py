@@ -93,3 +93,14 @@ def indices_inside(first, size, BLOCK: tl.constexpr, VEC: tl.constexpr):
     index = first + tl.arange(0, BLOCK)
     index = tl.where(index < size, index, 0)
     return tl.max_contiguous(tl.multiple_of(index, VEC), VEC)
+
+
+@triton.jit
+def part_of(count, part, parts):
+    """The first one of a part and the one after its last, where `count` are dealt out evenly.
+
+    Not part * count // parts: that product may have more than 32 bits.
+    """
+    each, more = count // parts, count % parts
+    first = part * each + tl.minimum(part, more)
+    return first, first + each + (part < more).to(tl.int32)

@@ -19,6 +19,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #define __device__
@@ -48,9 +49,12 @@ struct bf16 { unsigned short bits; };
 struct Barrier { int arrivals = 0, left = 0, bytes = 0; unsigned phase = 0; };
 struct Meeting { int here = 0; unsigned round = 0; };
 
+using Box = std::tuple<unsigned long long, int, int, int>;  // a tensor, and where its part begins
+
 struct Block {
   std::vector<unsigned char> memory;
   std::map<unsigned, Barrier> barriers;
+  std::vector<Box> told, fetched;  // boxes, to L2 and to itself
   Meeting all;
   std::vector<Meeting> warps;
   int threads = 0;  // that have not ended
@@ -190,6 +194,11 @@ struct Tensor {
 inline unsigned swapped(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 inline void look_ahead(const TensorMap&) {}
 
+inline void look_ahead(const TensorMap& map, int x, int y, int z) {
+  if (world->now->may_read) fail("too late for a look ahead");
+  here().told.push_back({map.words[0], x, y, z});
+}
+
 template <int BLOCKS>
 void travel(void* to, const TensorMap& map, Signal& signal, int x, int y, int z) {
   const Tensor* tensor = reinterpret_cast<const Tensor*>(map.words[0]);
@@ -197,6 +206,7 @@ void travel(void* to, const TensorMap& map, Signal& signal, int x, int y, int z)
   if (at % ATOM) fail("a box that does not begin where an atom does");
   if (tensor->box[0] * 2 != LINE) fail("a box whose rows are no lines");
   if (!world->now->may_read) fail("a box that the kernel before may still write");
+  here().fetched.push_back({map.words[0], x, y, z});
   for (unsigned rank = 0; rank < world->blocks.size(); ++rank) {
     if (BLOCKS == 1 ? rank != world->now->rank : rank >= BLOCKS) continue;
     world->under_way.push_back([=] {
@@ -323,10 +333,22 @@ inline void begin() {
   swapcontext(&world->now->context, &world->home);
 }
 
-// Cluster after cluster; the blocks of one run together. Returns what went wrong, or nothing.
+// Whether L2 was told of as many boxes of a tensor as there should be: the first that are fetched.
+inline bool told_rightly(const Block& block, unsigned count) {
+  if (block.told.size() != count) return false;
+  auto told = block.told.begin();
+  for (const Box& box : block.fetched) {
+    if (told == block.told.end()) break;
+    if (std::get<0>(box) == std::get<0>(*told) && box != *told++) return false;
+  }
+  return told == block.told.end();
+}
+
+// Cluster after cluster; the blocks of one run together. `early` tells of how many boxes a block of a
+// cluster should tell L2. Returns what went wrong, or nothing.
 inline std::string launch(
     std::function<void()> kernel, unsigned grid, unsigned cluster, unsigned threads, unsigned shared,
-    unsigned seed) {
+    unsigned seed, std::function<unsigned(unsigned)> early) {
   entry = std::move(kernel);
   std::vector<unsigned> order;
   for (unsigned first = 0; first < grid; first += cluster) order.push_back(first);
@@ -388,6 +410,9 @@ inline std::string launch(
         made.is_home = true;
         if (!made.error.empty()) return made.error;
       }
+    }
+    for (unsigned rank = 0; rank < cluster; ++rank) {
+      if (!told_rightly(made.blocks[rank], early(rank))) return std::string("L2 is told otherwise");
     }
     if (!made.under_way.empty()) {
       return std::string("blocks ended before all that they had asked for was there");

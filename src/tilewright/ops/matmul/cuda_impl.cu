@@ -8,14 +8,16 @@
 // tiles one below another, of the same columns of b, and each fetches its share of them for all, so
 // that L2 is asked once. Or they are DEEP: their blocks have parts of one tile along K, and the sums
 // meet in shared memory; such a block has one tile, for there are few of them.
-// The kernel is launched as one that follows: it makes its barriers while the kernel before it ends,
-// and waits for that one before it reads or writes a tensor.
+// The kernel is launched as one that follows: while the kernel before it ends, it makes its barriers
+// and, where a block has one tile, has the first boxes of b brought to L2. It reads and writes when
+// that one has ended.
 #include "tilewright/hopper.cuh"
 
 namespace tilewright {
 
 constexpr int SHARE = 64;  // rows of a consumer
 constexpr int DEPTH = 64;  // elements along K of a step
+constexpr int EARLY = 2;   // steps whose part of b comes to L2 while the kernel before ends
 // Registers of a thread: three groups of 128 begin with 168 each, and one gives to two. A block that
 // takes more than it began with waits for ever.
 constexpr int OF_ALL = 168, OF_CONSUMERS = 224, OF_PRODUCER = 56;
@@ -108,13 +110,37 @@ template <class P> struct Ring {
 
 // --- the producer --------------------------------------------------------------------------------
 
+// The boxes of b that this block fetches in a step: their number, and where they begin.
+template <class P, class Each>
+__device__ __forceinline__ void boxes_of_b(
+    const Place& at, int step, const Sizes& sizes, const Each& each) {
+#pragma unroll
+  for (int i = 0; i < P::B_BOXES; ++i) {
+    if (P::TALL > 1 && i % P::TALL != rank<P>()) continue;
+    const int column = at.column + i * P::B_COLUMNS_EACH, k = step * DEPTH;
+    each(i, P::B_BY_ROWS ? column : k, P::B_BY_ROWS ? k : column, sizes.b_stacked ? at.matrix : 0);
+  }
+}
+
+// Weights lie in memory, and the kernel before has mostly nothing to do with them. If it has, nothing
+// is wrong: L2 is where it writes.
+template <class P>
+__device__ __forceinline__ void look_ahead_to_b(const TensorMap& b, const Sizes& sizes, int first) {
+  const Place at = place<P>(first, sizes);
+  const int end = min(first_step<P>(sizes) + EARLY, end_step<P>(sizes));
+#pragma unroll 1
+  for (int step = first_step<P>(sizes); step < end; ++step) {
+    boxes_of_b<P>(at, step, sizes, [&](int, int x, int y, int z) { look_ahead(b, x, y, z); });
+  }
+}
+
 template <class P>
 __device__ __forceinline__ void produce(
     const TensorMap& a, const TensorMap& b, Ring<P> ring, const Sizes& sizes, int first,
     int stride) {
   for (int piece = first; piece < sizes.pieces; piece += stride) {
     const Place at = place<P>(piece, sizes);
-    const int of_a = sizes.a_stacked ? at.matrix : 0, of_b = sizes.b_stacked ? at.matrix : 0;
+    const int of_a = sizes.a_stacked ? at.matrix : 0;
     for (int step = first_step<P>(sizes); step < end_step<P>(sizes); ++step, ring.next()) {
       Signal& full = ring.full[ring.stage];
       await(ring.empty[ring.stage], ring.phase ^ 1);  // at first all stages are empty
@@ -126,13 +152,9 @@ __device__ __forceinline__ void produce(
         travel<1>(ring.a() + i * P::A_BOX, a, full, P::A_BY_ROWS ? k : row,
                   P::A_BY_ROWS ? row : k, of_a);
       }
-#pragma unroll
-      for (int i = 0; i < P::B_BOXES; ++i) {
-        if (P::TALL > 1 && i % P::TALL != rank<P>()) continue;
-        const int column = at.column + i * P::B_COLUMNS_EACH;
-        travel<P::TALL>(ring.b() + i * P::B_BOX, b, full, P::B_BY_ROWS ? column : k,
-                        P::B_BY_ROWS ? k : column, of_b);
-      }
+      boxes_of_b<P>(at, step, sizes, [&](int i, int x, int y, int z) {
+        travel<P::TALL>(ring.b() + i * P::B_BOX, b, full, x, y, z);
+      });
     }
   }
   // Others write to a block's barriers until all of its stages are free: it stays so long.
@@ -286,11 +308,15 @@ __global__ void __launch_bounds__((WORKERS + 1) * WORKER, 1) matmul_tiles(
     }
     barriers_ready();
   }
+  const int first = blockIdx.x / P::BLOCKS, stride = gridDim.x / P::BLOCKS;
+  // H200, 2026-11: up to 2 % where a block has one tile, nothing or less where it has more.
+  if (threadIdx.x == WORKERS * WORKER && sizes.pieces <= stride) {
+    look_ahead_to_b<P>(b, sizes, first);
+  }
   if constexpr (TALL == 1) __syncthreads(); else meet_cluster();
   wait_for_kernel_before();
   let_next_kernel_begin();
 
-  const int first = blockIdx.x / P::BLOCKS, stride = gridDim.x / P::BLOCKS;
   Ring<P> ring{stages, full, empty};
   if (threadIdx.x >= WORKERS * WORKER) {
     if constexpr (WORKERS > 1) give_registers<OF_PRODUCER>();

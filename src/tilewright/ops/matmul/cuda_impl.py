@@ -1,6 +1,6 @@
 """Matmul for Hopper in CUDA C++ (device code: cuda_impl.cu): tiles of as many columns as suit.
 
-Beside `gluon` it has tiles of any 16 columns, so that work comes out evenly; blocks of a cluster
+Beside `gluon` it has tiles of 11 widths, so that work comes out evenly; blocks of a cluster
 may share what they read of b, or have parts of one tile along K, whose sums meet in shared memory;
 and it begins while the kernel before it ends. Which tile a call takes is data where the GPU was
 tuned, and else a model's choice; which cluster, the model's always (`launches`).

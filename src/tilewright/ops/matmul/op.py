@@ -307,7 +307,10 @@ COMPILED_CLUSTERS = (
 
 
 # Rows by (columns, depth) of b. Layers of models in shapes.py, and some between them.
-GRID_ROWS = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+GRID_ROWS = (
+    *(1, 4, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024),
+    *(2048, 4096, 8192),
+)
 GRID_LAYERS = (
     *((1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096), (8192, 2048), (2048, 8192)),
     *((4608, 3584), (3584, 18_944), (6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)),
@@ -315,7 +318,8 @@ GRID_LAYERS = (
     *((5120, 3072), (16_384, 3072), (6144, 5120), (5120, 14_336), (3072, 3072), (10_240, 4096)),
     *((10_240, 8192), (3584, 3584), (37_888, 3584)),
 )
-# of some, b that lies by rows, at every second number of them
+# of some, b that lies by rows, at fewer numbers of them
+FEWER_ROWS = (1, 16, 48, 96, 192, 384, 768, 2048, 8192)
 GRID_BY_ROWS = (
     *((1024, 1024), (4608, 3584), (6144, 4096), (28_672, 4096), (8192, 8192), (10_240, 8192)),
 )
@@ -325,7 +329,7 @@ def _grid() -> Iterator[Case]:
     for (n, k), m in itertools.product(GRID_LAYERS, GRID_ROWS):
         if m * n <= 2**29:  # a vocabulary of more rows is nobody's
             yield Case(f"{m} x {n} x {k} NT", {"shape": (m, k), "n": n, "b": "column"}, "tune")
-    for (n, k), m in itertools.product(GRID_BY_ROWS, GRID_ROWS[::2]):
+    for (n, k), m in itertools.product(GRID_BY_ROWS, FEWER_ROWS):
         yield Case(f"{m} x {n} x {k} NN", {"shape": (m, k), "n": n, "b": "row"}, "tune")
 
 

@@ -24,7 +24,7 @@ from tilewright.toolkit import memory, workspace
 from tilewright.toolkit.launch import bind, is_interpreted, programs
 from tilewright.toolkit.matmul_call import Product, see, too_long
 from tilewright.toolkit.rows import VECTOR_BYTES
-from tilewright.toolkit.triton_lib import indices_inside
+from tilewright.toolkit.triton_lib import indices_inside, part_of
 
 FOLLOWS_SM = 90  # from it on a kernel can be launched before the one in front of it has ended
 SIZES = [
@@ -56,7 +56,7 @@ def _few_rows(
         tl.extra.cuda.gdc_wait()
     n, k_size = n_vectors * VEC, k_vectors * VEC
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    first, last = split * steps // splits, (split + 1) * steps // splits
+    first, last = part_of(steps, split, splits)
     row, column = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     b_column = indices_inside(tile * BLOCK_N, n, BLOCK_N, VEC if B_BY_ROWS else 1)
 

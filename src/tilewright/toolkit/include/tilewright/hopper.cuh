@@ -80,6 +80,12 @@ __device__ __forceinline__ void look_ahead(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// One box of a tensor, as below, to L2.
+__device__ __forceinline__ void look_ahead(const TensorMap& map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(x), "r"(y), "r"(z) : "memory");
+}
+
 // One box of a tensor of three dims, the innermost first, to `to` in every one of the BLOCKS of a
 // cluster, or in this block if there is but one; each one's barrier, of the same name, counts the
 // bytes.
