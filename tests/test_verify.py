@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from tilewright.verify import (
     CHECKS,
     Context,
     Result,
+    checks,
     compare,
     features,
     layouts,
@@ -646,3 +648,55 @@ def test_what_becomes_of_the_process_that_looks_past_2_31(
     monkeypatch.setattr(offsets, "SECONDS", 0.5 if "no end" in said else 60)
     found = offsets.wrong("relu", "triton", "cpu", 0)
     assert found.startswith(said) and bool(found) == bool(said)
+
+
+# --- what the number of rows decides -------------------------------------------------------------
+
+
+def half_by_half(op: Op, args: Any, backend: str) -> Any:
+    """A product whose sums are added in another order where there are many rows."""
+    a, b = (x.float() for x in args[:2])
+    first = a.shape[1] // 2 if len(a) > 4 else 1
+    return a[:, :first] @ b[:first] + a[:, first:] @ b[first:]
+
+
+def without_the_end(op: Op, args: Any, backend: str) -> Any:
+    """As if the last row's offset had gone past its bits."""
+    out = half_by_half(op, args, backend)
+    return out if len(out) == 4 else out.index_copy(0, torch.tensor([len(out) - 1]), out[:1])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_last_rows_of_many_are_those_of_few(name: str) -> None:
+    results = list(checks.last_rows(Context(registry()[name], "torch", "cpu", True, 1, 0), 9, 256))
+    assert [(one.case, one.passed) for one in results] == [("9 x 256", True)]
+
+
+@pytest.mark.parametrize(("served_by", "passes"), [(half_by_half, True), (without_the_end, False)])
+def test_the_last_rows_may_be_added_in_another_order(
+    monkeypatch: pytest.MonkeyPatch, served_by: Any, passes: bool
+) -> None:
+    matmul = registry()["matmul"]
+    monkeypatch.setattr(checks, "call", served_by)
+    of_any = Context(replace(matmul, exact_inputs=None), "torch", "cpu", True, 1, 0)
+    assert not next(checks.last_rows(of_any, 9, 4096)).passed  # the order is seen
+    found = next(checks.last_rows(Context(matmul, "torch", "cpu", True, 1, 0), 9, 4096))
+    assert found.passed == passes and bool(found.message) != passes
+
+
+def test_a_kernel_for_few_rows_is_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Context(registry()["matmul"], "skinny", "cpu", True, 1, 0)
+    monkeypatch.setattr(Context, "serves", lambda self, args: len(args[0]) <= 64)
+    assert list(checks.last_rows(few, 65, 256)) == []
+
+    repeated = []
+    monkeypatch.setattr(checks, "_outputs_and_grads", lambda c, args, _: [args[0]])
+    monkeypatch.setattr(checks.features, "calls", lambda *_: [])
+    monkeypatch.setattr(Context, "inputs", lambda c, *how: meta_inputs(c.op, *how[:2]))
+    monkeypatch.setattr(compare, "random_like", lambda *_: None)
+    monkeypatch.setattr(compare, "same_bits", lambda *_: True)
+    for most in (64, 1000):
+        monkeypatch.setattr(Context, "serves", lambda self, args, most=most: len(args[0]) <= most)
+        repeated.append({one.case for one in checks.repeat(replace(few, device="cuda"))})
+    rows = [{int(case.split()[0]) for case in cases} for cases in repeated]
+    assert rows == [{checks.FEW_ROWS}, {300}] and {len(cases) for cases in repeated} == {3}
