@@ -677,7 +677,7 @@ def test_the_shipped_table_serves_layers_that_it_lacks(monkeypatch: pytest.Monke
     """One layer after another is left out, and what was measured there judges the decisions."""
     shipped = tuned.table(H200, routes.NAME)
     assert shipped is not None
-    parts = []
+    parts: dict[bool, list[float]] = {True: [], False: []}
     for left_out in shipped.buckets:
         layer = left_out.kind, left_out.coordinates[1:]
         rest = [b for b in shipped.buckets if (b.kind, b.coordinates[1:]) != layer]
@@ -688,10 +688,11 @@ def test_the_shipped_table_serves_layers_that_it_lacks(monkeypatch: pytest.Monke
         found = tuned.decide(H200, routes.NAME, routes.place(*args), model)
         assert found is not None and found.bucket in rest
         us = {choice: timed.us for choice, timed in left_out.times.items()}
-        parts.append(min(us.values()) / us[found.choice])
-    assert statistics.geometric_mean(parts) >= 0.975
-    # at 160 to 320 rows cuBLAS is hard to foretell, and 1 of 4 decisions there is below
-    assert sum(part < 0.93 for part in parts) <= 0.12 * len(parts)
+        # where our tiles compute up to a half too many rows, and cuBLAS is hard to foretell
+        parts[160 <= m <= 320].append(min(us.values()) / us[found.choice])
+    for hard, mean, low in ((False, 0.98, 0.08), (True, 0.95, 0.28)):
+        assert statistics.geometric_mean(parts[hard]) >= mean
+        assert sum(part < 0.93 for part in parts[hard]) <= low * len(parts[hard])
 
 
 # --- few rows, in the interpreter ----------------------------------------------------------------

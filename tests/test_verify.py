@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -667,9 +668,33 @@ def without_the_end(op: Op, args: Any, backend: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_last_rows_of_many_are_those_of_few(name: str) -> None:
-    results = list(checks.last_rows(Context(registry()[name], "torch", "cpu", True, 1, 0), 9, 256))
+def test_the_last_rows_of_many_are_those_of_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(registry()[name], "torch", "cpu", True, 1, 0)
+    results = list(checks.last_rows(context, 9, 256))
     assert [(one.case, one.passed) for one in results] == [("9 x 256", True)]
+
+    whole, seen = checks.call, []
+
+    def without(lost: int, op: Op, args: Any, backend: str) -> Any:
+        many = [x for x in args if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == 9]
+        if many:
+            seen.append(len(many))
+            many[lost][-2:] = many[lost][2]  # 0, as all rows that are not compared
+        return whole(op, args, backend)
+
+    for lost in itertools.count():
+        monkeypatch.setattr(checks, "call", partial(without, lost))
+        assert not next(checks.last_rows(context, 9, 256)).passed, lost
+        if lost + 1 == seen[-1]:
+            break
+
+
+def test_many_rows_are_more_than_a_32_bit_offset_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(checks, "last_rows", lambda c, rows, n: asked.append(rows * n) or [])
+    for device, full in itertools.product(("cpu", "cuda"), (False, True)):
+        assert not list(checks.large(Context(registry()["relu"], "torch", device, full, 1, 0)))
+    assert len(asked) == 1 and asked[0] > 2**31
 
 
 @pytest.mark.parametrize(("served_by", "passes"), [(half_by_half, True), (without_the_end, False)])
@@ -678,7 +703,7 @@ def test_the_last_rows_may_be_added_in_another_order(
 ) -> None:
     matmul = registry()["matmul"]
     monkeypatch.setattr(checks, "call", served_by)
-    of_any = Context(replace(matmul, exact_inputs=None), "torch", "cpu", True, 1, 0)
+    of_any = Context(replace(matmul, tuning=None), "torch", "cpu", True, 1, 0)
     assert not next(checks.last_rows(of_any, 9, 4096)).passed  # the order is seen
     found = next(checks.last_rows(Context(matmul, "torch", "cpu", True, 1, 0), 9, 4096))
     assert found.passed == passes and bool(found.message) != passes
