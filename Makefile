@@ -60,7 +60,7 @@ matrix: setup
 oldest:
 	$(MAKE) setup VENV=.venv-oldest EXTRA='"triton==3.6.0" "numpy<2.4"'
 	.venv-oldest/bin/tilewright compile --arch 75 --arch 90 --ledger results/compile
-	.venv-oldest/bin/tilewright verify --device cpu --cases 100
+	.venv-oldest/bin/tilewright verify --device cpu --full --cases 100
 
 clean:
 	rm -rf .venv .venv-oldest $(OUT)

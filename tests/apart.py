@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tilewright"
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["torch", "typer", "rich"])
+_FORKED.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "typer", "rich"])
 
 
 @dataclass(frozen=True)

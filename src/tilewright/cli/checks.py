@@ -94,7 +94,12 @@ def verify(
     ops: Ops = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is one.")] = None,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="Random cases: 500 or 40; on a GPU 5,000 or 200.")
+        bool,
+        typer.Option(
+            "--full/--quick",
+            help="Random cases: 500 or 40; on a GPU 5,000 or 200. Edge cases and layouts on a CPU: "
+            "in every dtype, or in one each, in turn.",
+        ),
     ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
     case: Annotated[str, typer.Option(help="Only this declared edge case: widest.")] = "",

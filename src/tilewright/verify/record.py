@@ -6,6 +6,8 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
+IN_TURN = ("layouts", "in place", "nan")  # of which a quick run on a CPU takes a dtype each
+
 
 @dataclass(frozen=True)
 class Result:
@@ -29,6 +31,8 @@ class Result:
             words += ["--case", self.case]
         if self.check == "launches":  # the last word is the launch
             words += ["--case", self.case.rpartition(" ")[0]]
+        if device == "cpu" and self.check in IN_TURN:
+            words += ["--full"]  # which of the dtypes it was, a quick run may leave out
         if self.seed is not None:
             words += ["--seed", str(self.seed), "--cases", "1"]
         return shlex.join(words)
