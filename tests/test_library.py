@@ -210,6 +210,7 @@ def test_opcheck_covers_every_registered_op() -> None:
     assert set(library.calls) == set(EVERY_OP)
 
 
+# Of layouts torch asks the same in either dtype: strides, aliases, what autograd and AOT record.
 TWO = (torch.float32, torch.bfloat16)
 
 

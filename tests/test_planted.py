@@ -16,7 +16,8 @@ from tilewright.verify import Context
 from tilewright.verify.checks import edge_cases
 
 # Of the same commands on the kernels as they are, test_verify runs every one, with these seeds and
-# more; a copy must pass one of each op, or a bug might be "caught" by the copying.
+# more, cases about shapes in one dtype each, `make oldest` in every. A copy must pass one of each
+# op, or a bug might be "caught" by the copying.
 SETS = {bug.checks.op: bug.checks for bug in PLANTED if bug.checks.only == ("random",)}
 
 

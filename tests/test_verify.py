@@ -29,7 +29,7 @@ from planted import FEATURES, RANDOM, RANDOM_ELSE
 from tilewright import dispatch, gpu, tuned
 from tilewright.dims import meta_inputs
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, Choice, Op, Rounding
+from tilewright.spec import FLOATS, NUMBERS, Case, Choice, Op, Rounding
 from tilewright.verify import (
     CHECKS,
     Context,
@@ -147,12 +147,11 @@ def expected(op: Op, backend: str, count: int) -> dict[str, int]:
     """How many results a check must have; what a backend refuses is not among them."""
     context = Context(op, backend, "cpu", False, count, 0)
     kinds = len(phases(op.name, backend))
-    edge = [case.dims for case in edge_cases(context)]
-    cases = [(dims, dtype) for dims in edge for dtype in FLOATS]
+    cases = [(case.dims, dtype) for case in edge_cases(context) for dtype in FLOATS]
     called = [(dims, dtype) for _, dims, dtype in features.calls(op.name, "cpu", backend)[:count]]
     sizes = [s for s in itertools.product((2, 0), (3, 0), (16, 0)) if 0 in s]
     found = {
-        "cases": sum(any(serves(context, d, t) for t in FLOATS) for d in edge) * kinds,
+        "cases": kinds * sum(_dtypes_of(context, case) for case in edge_cases(context)),
         "features": sum(serves(context, *call) for call in called) * kinds,
         "empty": sum(serves(context, {"shape": s}, torch.float16) for s in sizes) * kinds,
         "exact": count // 2,
@@ -168,7 +167,15 @@ def expected(op: Op, backend: str, count: int) -> dict[str, int]:
         by_layout = kinds * len(taken)
         by_layout += len(taken & set(layouts.SAME_VALUES)) if op.autograd else 0  # its gradient's
         found["layouts"] = by_layout * len(op.variants)
+        found["in place"] = len(taken - {"expanded"}) * len(op.variants)
+        found["nan"] = 6
     return found
+
+
+def _dtypes_of(context: Context, case: Case) -> int:
+    """In how many dtypes a quick run takes a case."""
+    taken = sum(serves(context, case.dims, dtype) for dtype in FLOATS)
+    return taken if case.is_of_numbers else min(taken, 1)
 
 
 def _choices(op: Op, dims: Any, dtype: torch.dtype) -> Any:
@@ -209,7 +216,9 @@ def test_edge_cases_of_attention() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     report = json.loads(done.stdout)
     assert [f["line"] for f in report["failures"]] == []
-    assert sum(row["run"] for row in report["checks"]) == len(names) * 2
+    run = sum(_dtypes_of(context, case) for case in edge_cases(context) if case.name in names)
+    assert sum(row["run"] for row in report["checks"]) == run * 2
+    assert len(features.calls("attention", "cpu", "triton")) <= FEATURES
 
 
 def test_every_public_function_declares_its_mistakes() -> None:
@@ -254,11 +263,13 @@ def test_what_a_cpu_runs_is_small(full: bool) -> None:
 def test_a_case_alone(tmp_path: Path) -> None:
     """One that a quick run leaves out as well: what failed in a full run is run again so."""
     code, report = verify("rms_norm", "--case", "wide-odd", folder=tmp_path)
+    assert report["full"] is True
     assert (code, sum(row["run"] for row in report["checks"])) == (0, 2 * len(FLOATS))
     launch = Result("matmul", "launches", "skinny", "few-rows-deep skinny:64x6", "", "", False)
     assert "--only launches --backend skinny --case few-rows-deep" in launch.repro("cpu")
-    laid = Result("relu", "layouts", "triton", "expanded", "float16", "forward", False)
-    assert "--full" in laid.repro("cpu") and "--full" not in laid.repro("cuda")
+    for check in ("layouts", "in place", "nan"):
+        one = Result("relu", check, "triton", "expanded", "float16", "forward", False)
+        assert "--full" in one.repro("cpu") and "--full" not in one.repro("cuda")
     named = Result("relu", "cases", "triton", "one-dim", "float32", "forward", False, seed=3)
     assert "--only cases --backend triton --case one-dim --seed 3" in named.repro("cpu")
     ((check, context),) = plan(["relu"], case="one-dim", seed=3)
@@ -266,7 +277,7 @@ def test_a_case_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", ["cases", "layouts", "in place", "nan"])
-def test_a_full_run_takes_every_dtype_and_a_quick_one_each_in_turn(
+def test_a_full_run_takes_every_dtype_and_a_quick_one_of_each(
     check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU; on a GPU both take every dtype. What refuses one has the next."""
@@ -289,8 +300,27 @@ def test_a_full_run_takes_every_dtype_and_a_quick_one_each_in_turn(
     assert {dtype for (dtype,) in without.values()} == {"bfloat16", "float32"}
     assert set(without) == set(quick)
     assert Context(registry()["relu"], "torch", "cuda", False, 0, 0).brief is False
-    ((_, alone),) = plan(["relu"], case="one-dim")
-    assert not alone.brief
+
+
+OF_SHAPES = {
+    *("shape", "a", "ahead", "alibi", "b", "behind", "bias", "block", "causal", "chunks", "dim"),
+    *("erf", "first", "from_bshd", "key_lengths", "keys", "kv_heads", "layout", "lengths", "n"),
+    *("odd", "order", "positions", "rotary", "scaling", "seq_lens", "sinks", "stack", "style"),
+    *("table", "table_dims", "top_left", "unequal", "value_dim", "weight", "window"),
+}
+
+
+def test_dims_are_of_numbers_or_of_shapes() -> None:
+    """Of a new one somebody must say which: tf32 or a large mean means nothing in some dtypes."""
+    cases = [case for op in registry().values() for case in op.cases]
+    dims = {dim for case in cases if case.group in ("edge", "plan") for dim in case.dims}
+    assert dims <= NUMBERS | OF_SHAPES and NUMBERS.isdisjoint(OF_SHAPES)
+    assert dims >= NUMBERS
+    named = {(op.name, case.name) for op in registry().values() for case in op.cases}
+    of_numbers = {(n, c.name) for n in OPS for c in registry()[n].cases if c.is_of_numbers}
+    wanted = {("matmul", "tf32"), ("attention", "tf32"), ("rms_norm", "llama-mixed")}
+    wanted |= {("swiglu", "huge-gates"), ("layer_norm", "far-mean-loop")}
+    assert wanted <= of_numbers < named
 
 
 @pytest.mark.parametrize("when", ["always", "later"])

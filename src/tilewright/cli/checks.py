@@ -97,12 +97,12 @@ def verify(
         bool,
         typer.Option(
             "--full/--quick",
-            help="Random cases: 500 or 40; on a GPU 5,000 or 200. Edge cases and layouts on a CPU: "
-            "in every dtype, or in one each, in turn.",
+            help="Random cases: 500 or 40; on a GPU 5,000 or 200. On a CPU, every shape and layout "
+            "in every dtype, or in one each, and few wide shapes.",
         ),
     ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
-    case: Annotated[str, typer.Option(help="Only this declared edge case: widest.")] = "",
+    case: Annotated[str, typer.Option(help="Only this declared edge case, in full: widest.")] = "",
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     cases: Annotated[
         int | None,
@@ -128,6 +128,7 @@ def verify(
     from tilewright.verify import plan, run, summary
     from tilewright.verify.runner import backends_on
 
+    full = full or bool(case)
     steps = or_exit(
         lambda: plan(
             ops or (), device=device, full=full, only=only or (), backend=backend, cases=cases,

@@ -32,7 +32,7 @@ class Result:
         if self.check == "launches":  # the last word is the launch
             words += ["--case", self.case.rpartition(" ")[0]]
         if device == "cpu" and self.check in IN_TURN:
-            words += ["--full"]  # which of the dtypes it was, a quick run may leave out
+            words += ["--full"]  # a quick run may not take this dtype
         if self.seed is not None:
             words += ["--seed", str(self.seed), "--cases", "1"]
         return shlex.join(words)

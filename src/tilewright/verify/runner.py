@@ -52,8 +52,7 @@ def plan(
     seed: int = 0,
     case: str = "",
 ) -> list[tuple[str, Context]]:
-    """(check, context) for every check to run; with a `case`, that edge case and nothing else, as
-    in a full run."""
+    """(check, context) for every check to run; with a `case`, that edge case and nothing else."""
     for name in ops:
         _known(name, registry(), "op")
     for name in only:
@@ -66,7 +65,7 @@ def plan(
             raise InputError(
                 f"verify: --case is for {' and '.join(BY_CASE)}; --only must name no other check."
             )
-        only, full = only or ["cases"], True
+        only = only or ["cases"]
     count = cases if cases is not None else RANDOM[device][full]
     steps = []
     for name in ops or registry():
