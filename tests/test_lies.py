@@ -41,6 +41,13 @@ def run(contender: Contender, us: float | None = None, **settings: Any) -> dict[
     return {row.contender: row for row in rows}
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """A shape that is too large for a graph, where that begins at what a CPU copies at once."""
+    monkeypatch.setattr(measuring, "SMALL", 2**20)
+    return 512, 512
+
+
 def assert_no_number(row: Row, *says: str) -> None:
     assert row.state == "refused"
     assert (row.us, row.gbps, row.tflops, row.of_roof, row.samples) == (None, None, None, None, ())
@@ -90,7 +97,9 @@ def test_a_kernel_that_skips_work() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_kernel_that_writes_nothing_and_finds_a_right_result_in_memory(wide: bool) -> None:
+def test_a_kernel_that_writes_nothing_and_finds_a_right_result_in_memory(
+    wide: bool, large: tuple[int, int]
+) -> None:
     """torch.empty gives back a block of equal size; it must not hold what somebody else left.
     Also where the result is wider than the input."""
     dtype = torch.float64 if wide else torch.float32
@@ -107,7 +116,7 @@ def test_a_kernel_that_writes_nothing_and_finds_a_right_result_in_memory(wide: b
         return empty(x.shape)
 
     both = (ours(honest), ours(lazy, name="cuda"))
-    of = replace(subject(shape=(4096, 4096)), contenders=both)  # too large for a graph
+    of = replace(subject(shape=large), contenders=both)
     slow = dict.fromkeys(("triton", "cuda"), 2 * stream_us(of.traffic))
     rows = {row.contender: row for row in measure(of, bench(of, slow))}
     assert rows["triton"].state == "ok"
@@ -441,11 +450,11 @@ def test_a_noisy_row_is_flagged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kept"), [((64, 512), (None, 0)), ((4096, 4096), (4, 4))], ids=["a pass", "most"]
+    ("in_a_graph", "kept"), [(True, (None, 0)), (False, (4, 4))], ids=["a pass", "most"]
 )
-def test_half_a_measurement_is_flagged(shape: Any, kept: Any) -> None:
+def test_half_a_measurement_is_flagged(in_a_graph: bool, kept: Any, large: tuple[int, int]) -> None:
     """The host was late for a whole pass, or for most samples of both."""
-    of = with_ours(subject(shape=shape), ours(in_doubles))
+    of = with_ours(subject(shape=(64, 512) if in_a_graph else large), ours(in_doubles))
 
     class Late(fake_bench.Clock):
         def _samples(self, way: str, named: Any, rounds: int) -> Any:
@@ -553,9 +562,11 @@ def arithmetic(shape: tuple[int, int]) -> Subject:
     return replace(with_ours(subject(shape=shape), ours(in_doubles)), cost=Cost(1e12, "bf16"))
 
 
-def test_a_case_bound_by_arithmetic_is_timed_hot_and_without_the_roofs() -> None:
+def test_a_case_bound_by_arithmetic_is_timed_hot_and_without_the_roofs(
+    large: tuple[int, int],
+) -> None:
     """Beside a roof that draws less power it would run at a clock that no program sees."""
-    of = arithmetic((4096, 4096))
+    of = arithmetic(large)
     made = replace(bench(of, {}, iters=20), roofs=fake_bench.Roofs(compute_us=1100.0))
     hot = {"triton": 1500.0, "eager": 3000.0, "vendor": 3000.0}
     beside = {**hot, "triton": 1300.0, "roof: mma bf16": 1200.0, "roof: stream": 40.0}
@@ -582,9 +593,9 @@ def test_a_case_bound_by_arithmetic_is_timed_hot_and_without_the_roofs() -> None
     assert (row.bound, row.flags, len(row.samples)) == ("compute", (), 2 * COOL)
 
 
-def test_a_sustained_time_above_the_roof_is_flagged() -> None:
+def test_a_sustained_time_above_the_roof_is_flagged(large: tuple[int, int]) -> None:
     """Its roof may be slower under load, not faster than it was measured."""
-    of = arithmetic((4096, 4096))
+    of = arithmetic(large)
     made = bench(of, {"triton": 1300.0, "roof: mma bf16": 1200.0})
 
     class Lying(fake_bench.Clock):
@@ -600,12 +611,16 @@ def test_a_sustained_time_above_the_roof_is_flagged() -> None:
     assert is_suspect(row)
 
 
-@pytest.mark.parametrize(("shape", "compute_us"), [((64, 512), 1100.0), ((4096, 4096), 30.0)])
-def test_others_are_not(shape: tuple[int, int], compute_us: float) -> None:
+@pytest.mark.parametrize("in_a_graph", [True, False])
+def test_others_are_not(in_a_graph: bool, large: tuple[int, int]) -> None:
     """Small ones, which a graph times, and those that memory limits."""
-    of = arithmetic(shape)
-    made = replace(bench(of, {}), roofs=fake_bench.Roofs(compute_us=compute_us))
-    assert measure(of, made)[0].sustained is None
+    of = arithmetic((64, 512) if in_a_graph else large)
+    us = dict.fromkeys(("triton", "eager", "vendor"), 1500.0)
+    roofs = fake_bench.Roofs(compute_us=1100.0 if in_a_graph else 0.1)
+    made = replace(bench(of, us), roofs=roofs)
+    row = measure(of, made)[0]
+    assert (row.state, row.sustained) == ("ok", None)
+    assert (row.graph is not None) == in_a_graph
 
 
 # --- rivals --------------------------------------------------------------------------------------
