@@ -3,6 +3,12 @@
 import os
 
 import pytest
+
+# Workers have a core each; torch's threads, of which each would have one per core, wait for one
+# another. OpenMP asks when torch is imported, here and in the commands that tests start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 for variable in ("TILEWRIGHT_BACKEND", "TILEWRIGHT_TUNED"):
