@@ -1,4 +1,10 @@
-"""Neither a developer's own choice of backend or table nor luck decides what the tests see."""
+"""Neither a developer's own choice of backend or table nor luck decides what the tests see.
+
+A run of the whole suite draws from the tests that are marked as `drawn`: families of many alike,
+each of which takes long. What it draws is the same for a commit and another for the next, and the
+budget is declared in `tilewright.lab.budget`. `--full` runs all, `--draw KEY` what that key draws;
+a test that is named on the command line runs in any case.
+"""
 
 import os
 
@@ -11,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import torch
 
+from tilewright.lab.budget import WHOLES
+from tilewright.lab.draw import Piece, draw, key
+
 for variable in ("TILEWRIGHT_BACKEND", "TILEWRIGHT_TUNED"):
     os.environ.pop(variable, None)
 
@@ -20,16 +29,47 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that at the end no core waits for another.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tilewright")
+    group.addoption("--full", action="store_true", help="run every drawn test")
+    group.addoption("--draw", metavar="KEY", help="draw what this key draws; else the commit is it")
 
-    xdist's `worksteal` cuts the list into a piece for each worker. The long ones are dealt like
-    cards, for each to begin with some; the others stay together, for the sake of their fixtures.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.path.name == "test_verify.py"]
-    short = [item for item in items if item.path.name != "test_verify.py"]
-    cuts = [len(short) * k // workers for k in range(workers + 1)]
-    items[:] = [
-        item for k in range(workers) for item in [*long[k::workers], *short[cuts[k] : cuts[k + 1]]]
-    ]
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "drawn(seconds): one of a family of tests, each of which takes about so long"
+    )
+
+
+def is_drawn_from(config: pytest.Config) -> bool:
+    """Whether this is a run of the whole suite, or a key says what to draw."""
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return bool(config.option.draw) or not (config.option.full or named)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not is_drawn_from(config):
+        return None
+    return f"drawn tests: --draw {config.option.draw or key()}; --full runs all"
+
+
+def pieces(items: list[pytest.Item]) -> list[Piece[pytest.Item]]:
+    """The drawn tests among them; a family is a function with its parameters."""
+    found = []
+    for item in items:
+        mark = item.get_closest_marker("drawn")
+        if mark is not None:
+            family = item.nodeid.partition("[")[0]
+            found.append(Piece(item, family, item.nodeid, mark.kwargs["seconds"]))
+    return found
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests whose turn it is not."""
+    if not is_drawn_from(config):
+        return
+    every = pieces(items)
+    taken = draw(every, WHOLES["tests", "cpu"], config.option.draw or key(), "tests")
+    left = {piece.name for piece in every} - {piece.name for piece in taken}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]

@@ -67,11 +67,6 @@ def edge(op: str, case: str) -> Checks:
     return Checks(op, ("cases",), case=case)
 
 
-# Random cases that test_verify runs of the kernels as they are; .ci/run takes 250. One of attention
-# takes the interpreter ten times as long as a norm's, and its options meet in `features`.
-RANDOM = {"attention": 15}
-RANDOM_ELSE, FEATURES = 40, 25  # of features, all that attention has
-
 RELU_RANDOM = Checks("relu", ("random",), 8)
 SOFTMAX_RANDOM = Checks("softmax", ("random",), 20)
 NORM_RANDOM = Checks("rms_norm", ("random",), 12)

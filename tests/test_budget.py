@@ -328,6 +328,7 @@ def _dtypes(name: str, backend: Backend, flags: str) -> list[torch.dtype]:
     return taken if flags == "" else [torch.bfloat16]
 
 
+@pytest.mark.drawn(seconds=0.3)
 @pytest.mark.parametrize(("name", "backward", "backend", "flags"), list(_budgets()))
 def test_shapes_compile_few_binaries(name: str, backward: bool, backend: str, flags: str) -> None:
     forward = _op(name)

@@ -209,6 +209,7 @@ def test_opcheck_covers_every_registered_op() -> None:
     assert set(library.calls) == set(EVERY_OP)
 
 
+@pytest.mark.drawn(seconds=0.16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", library.calls)

@@ -151,6 +151,7 @@ def run(
     return str(error)
 
 
+@pytest.mark.drawn(seconds=0.7)
 @needs_a_compiler
 @pytest.mark.parametrize(
     ("which", "shape"),
@@ -270,6 +271,7 @@ PLANTED: dict[str, tuple[int, str, str]] = {
 }
 
 
+@pytest.mark.drawn(seconds=2.6)
 @needs_a_compiler
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
 @pytest.mark.parametrize("which", [PAIRED, DEEP, TURNED])
@@ -279,6 +281,7 @@ def test_without_mistakes_nothing_is_seen(
     assert not any(run(library, which, shape, seed) for seed in range(3))
 
 
+@pytest.mark.drawn(seconds=2.6)
 @needs_a_compiler
 @pytest.mark.parametrize("name", PLANTED)
 def test_mistakes_are_seen(name: str, tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ def wanted_on(sm: int) -> list[matrix.Wanted]:
     ]
 
 
+@pytest.mark.drawn(seconds=4.9)
 @needs_nvrtc
 @pytest.mark.parametrize("sm", SMS)
 def test_every_kernel_of_the_ops_compiles_without_spilling(sm: int, ledger: matrix.Ledger) -> None:

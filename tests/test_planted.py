@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 import apart
-from planted import FEATURES, PLANTED, RANDOM, RANDOM_ELSE, Checks, Planted
+from planted import PLANTED, Checks, Planted
 from tilewright.ops import registry
-from tilewright.verify import Context
-from tilewright.verify.checks import edge_cases
+from tilewright.verify import Context, runner
+from tilewright.verify.context import edge_cases
 
-# Of the same commands on the kernels as they are, test_verify runs every one, with these seeds and
-# more, cases about shapes in one dtype each, `make oldest` in every. A copy must pass one of each
-# op, or a bug might be "caught" by the copying.
+# A copy of the kernels as they are must pass one set of checks of each op, or a bug might be
+# "caught" by the copying.
 SETS = {bug.checks.op: bug.checks for bug in PLANTED if bug.checks.only == ("random",)}
 
 
@@ -36,6 +35,7 @@ def verify(package: Path, checks: Checks) -> tuple[int | None, dict[str, Any]]:
     return done.returncode, json.loads(report.read_text())
 
 
+@pytest.mark.drawn(seconds=0.75)
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 def test_verify_catches(bug: Planted, copied: Path) -> None:
     path = copied / bug.file
@@ -50,6 +50,7 @@ def test_verify_catches(bug: Planted, copied: Path) -> None:
     assert not raised
 
 
+@pytest.mark.drawn(seconds=1.5)
 @pytest.mark.parametrize("checks", SETS.values(), ids=str)
 def test_verify_passes_what_is_right(checks: Checks, copied: Path) -> None:
     code, report = verify(copied, checks)
@@ -60,10 +61,8 @@ def test_verify_passes_what_is_right(checks: Checks, copied: Path) -> None:
 def test_planted_bugs_are_many_and_distinct() -> None:
     assert len({bug.name for bug in PLANTED}) == len(PLANTED) >= 20
     assert set(SETS) == {bug.checks.op for bug in PLANTED} == set(registry())
-    for bug in PLANTED:
-        random = RANDOM.get(bug.checks.op, RANDOM_ELSE)
-        most = FEATURES if bug.checks.only == ("features",) else random
-        assert bug.checks.seed + bug.checks.cases <= most  # what test_verify runs
-        if bug.checks.case:  # what it runs as well: a quick run leaves out some
-            quick = Context(registry()[bug.checks.op], "triton", "cpu", False, 1, 0)
-            assert bug.checks.case in [case.name for case in edge_cases(quick)]
+    for bug in PLANTED:  # what verify runs of the kernels as they are
+        assert bug.checks.seed + bug.checks.cases <= runner.RANDOM["cpu"]
+        if bug.checks.case:
+            context = Context(registry()[bug.checks.op], "triton", "cpu", False, 1, 0)
+            assert bug.checks.case in [case.name for case in edge_cases(context)]

@@ -27,7 +27,7 @@ from tilewright.dims import meta_inputs
 from tilewright.ops import registry
 from tilewright.spec import FLOATS, as_tuple
 from tilewright.verify import touch
-from tilewright.verify.checks import edge_cases
+from tilewright.verify.context import edge_cases
 
 def asked(op, args, backend):  # of tensors with values
     outputs, wanted = as_tuple(op.outputs(*args)), touch._asked(op, args, backend)

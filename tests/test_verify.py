@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,25 +25,26 @@ import pytest
 import torch
 
 import apart
-from planted import FEATURES, RANDOM, RANDOM_ELSE
 from tilewright import dispatch, gpu, tuned
 from tilewright.dims import meta_inputs
 from tilewright.ops import registry
-from tilewright.spec import FLOATS, NUMBERS, Case, Choice, Op, Rounding
+from tilewright.spec import FLOATS, Choice, Op, Rounding
 from tilewright.verify import (
     CHECKS,
     Context,
     Result,
-    checks,
     compare,
     features,
     layouts,
     offsets,
     plan,
+    repeat_checks,
 )
-from tilewright.verify.checks import BASE, _relaid, edge_cases, layouts_of
+from tilewright.verify.checks import _relaid
 from tilewright.verify.compare import Verdict, like_torch, rounds_like, same_bits, within
-from tilewright.verify.runner import BY_CASE, backends_on
+from tilewright.verify.context import edge_cases
+from tilewright.verify.layout_checks import BASE, layouts_of
+from tilewright.verify.runner import backends_on, name_of
 from tilewright.verify.summary import summarise
 
 OPS = list(registry())
@@ -61,31 +62,63 @@ def verify(*words: str, folder: Path) -> tuple[int | None, dict[str, Any]]:
 
 # --- the real thing ------------------------------------------------------------------------------
 
-
+# `make test` runs `tilewright verify` itself, on every op. Here one op shows that it counts right.
 BACKENDS = [(op, backend) for op in OPS for backend in backends_on(op, "cpu")]
 
 
-def phases(op: str, backend: str = "triton") -> list[str]:
-    """Without a backward of its own, a backend's gradients are another's, which is checked too."""
-    autograd = registry()[op].autograd
-    return ["forward", "backward"] if autograd and autograd.op.backend(backend) else ["forward"]
-
-
-@pytest.mark.parametrize(("op", "backend"), BACKENDS)
-def test_random_cases_forward_and_backward(op: str, backend: str, tmp_path: Path) -> None:
-    count = RANDOM.get(op, RANDOM_ELSE)
-    words = ("--only", "random", "--backend", backend, "--cases", str(count))
-    code, report = verify(op, *words, folder=tmp_path)
+def test_a_full_run_gives_every_result_that_is_declared(tmp_path: Path) -> None:
+    code, report = verify("relu", "--full", "--cases", "20", folder=tmp_path)
     assert (code, [f["line"] for f in report["failures"]]) == (0, [])
-    run = {row["phase"]: row["run"] for row in report["checks"]}
-    assert run == dict.fromkeys(phases(op, backend), count)
-    seen = {(row["dtype"], row["phase"]): row["run"] for row in report["numerics"]}
-    kernel = registry()[op].backend(backend)
-    assert kernel is not None and kernel.dtypes is not None
-    for dtype in kernel.dtypes:
-        for phase in run:
-            assert seen[str(dtype).removeprefix("torch."), phase] >= count // 5
-    assert all(row["worst_error_over_tolerance"] <= 1 for row in report["numerics"])
+    assert (report["complete"], report["full"], report["draw"]) == (True, True, None)
+    assert report["environment"]["interpreter"] is True
+    run: Counter[str] = Counter()
+    for row in report["checks"]:
+        assert (row["op"], row["backend"], row["failed"]) == ("relu", "triton", 0)
+        assert row["worst_error_over_tolerance"] <= 1
+        run[row["check"]] += row["run"]
+    relu = registry()["relu"]
+    context = Context(relu, "triton", "cpu", True, 20, 0)
+    laid = len(layouts_of(relu))
+    assert run == {
+        "cases": 2 * 3 * len(edge_cases(context)),  # phases, dtypes
+        "random": 2 * 20,
+        "exact": 10,
+        "layouts": 3 * (2 * laid + len(layouts.SAME_VALUES)),  # and the gradient's
+        "in place": 3 * (laid - 1),
+        "empty": 2 * 7,
+        "nan": 3 * 6,
+        "repeat": 3 * 2,
+        "errors": len(relu.errors),
+        "offsets": 1,
+    }
+    seen = {row["dtype"] for row in report["numerics"] if row["phase"] == "backward"}
+    assert seen == {"float32", "float16", "bfloat16"}
+
+
+def test_every_launch_is_run(tmp_path: Path) -> None:
+    words = ("matmul", "--backend", "skinny", "--only", "launches", "--full")
+    code, report = verify(*words, folder=tmp_path)
+    assert (code, report["failures"]) == (0, [])
+    matmul = registry()["matmul"]
+    context = Context(matmul, "skinny", "cpu", True, 0, 0)
+    wanted = sum(
+        sum(choice.backend == "skinny" for choice in _choices(matmul, case.dims, dtype))
+        for case, dtype in itertools.product(edge_cases(context), (torch.float16, torch.float32))
+        if serves(context, case.dims, dtype)
+    )
+    assert [row["run"] for row in report["checks"]] == [wanted]
+
+
+def _choices(op: Op, dims: Any, dtype: torch.dtype) -> Any:
+    assert op.tuning is not None
+    return dispatch.load(op.tuning.choices)(H200, *meta_inputs(op, dims, dtype))
+
+
+def serves(context: Context, dims: Any, dtype: torch.dtype) -> bool:
+    """Whether the backend takes it: asked for a GPU, for nothing is interpreted in this process."""
+    args = meta_inputs(context.op, dims, dtype)
+    backend = context.op.backend(context.backend)
+    return dispatch.refusal(backend, context.op, args, args[0], H200, pretending=True) is None
 
 
 def test_a_backend_that_refuses_every_draw_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,164 +131,58 @@ def test_a_backend_that_refuses_every_draw_does_not_pass(monkeypatch: pytest.Mon
     assert not list(CHECKS["exact"](context))
 
 
-def edge_checks(op: str, backend: str) -> list[str]:
-    declared = registry()[op]
-    left_out = dict.fromkeys(("random", "large", "streams", "capture"), True)  # above; for GPUs
-    left_out["repeat"] = True  # bits differ only where programs do not run one after another
-    left_out |= {"errors": not declared.errors, "in place": declared.in_place is None}
-    left_out |= {"bits": declared.bit_inputs is None, "features": declared.features is None}
-    left_out["launches"] = declared.tuning is None or backend == "triton"  # which has but one
-    left_out["errors"] |= backend != backends_on(op, "cpu")[0]  # the op's, so once
-    left_out |= dict.fromkeys(ELSEWHERE.get((op, backend), ()), True)
-    return [check for check in CHECKS if not left_out.get(check)]
-
-
-# Left to `make oldest` and to GPUs, as is every case in the dtypes whose turn it is not: attention
-# takes the interpreter minutes. Random cases have layouts too. Of naive's offsets, most is the
-# other's backward; `empty` has options for it that it refuses. matmul's skinny takes no empty
-# matrix, and fewer rows than `offsets` has: see test_matmul_routes.
-ELSEWHERE = {
-    ("attention", "triton"): ("layouts", "cases"),  # of its cases, some below
-    ("attention", "naive"): ("offsets", "empty"),
-    ("matmul", "skinny"): ("offsets", "empty"),
-}
-
-
-@pytest.mark.parametrize(
-    ("op", "backend"), BACKENDS, ids=[f"{op} {backend}" for op, backend in BACKENDS]
-)
-def test_every_edge(op: str, backend: str, tmp_path: Path) -> None:
-    declared, count, checks = registry()[op], FEATURES, edge_checks(op, backend)
-    only = [word for name in checks for word in ("--only", name)]
-    words = ("--quick", "--backend", backend, "--cases", str(count), *only)
-    code, report = verify(op, *words, folder=tmp_path)
-    assert (code, [f["line"] for f in report["failures"]]) == (0, [])
-    run: Counter[str] = Counter()
-    for row in report["checks"]:
-        assert (row["op"], row["backend"], row["failed"]) == (op, backend, 0)
-        run[row["check"]] += row["run"]
-    assert set(run) == set(checks)
-    assert {"environment", "device", "full", "seconds"} < set(report)
-    assert report["environment"]["interpreter"] is True
-    wanted = expected(declared, backend, count)
-    assert {check: run[check] for check in checks if check in wanted} == {
-        check: wanted[check] for check in checks if check in wanted
-    }
-
-
-def expected(op: Op, backend: str, count: int) -> dict[str, int]:
-    """How many results a check must have; what a backend refuses is not among them."""
-    context = Context(op, backend, "cpu", False, count, 0)
-    kinds = len(phases(op.name, backend))
-    cases = [(case.dims, dtype) for case in edge_cases(context) for dtype in FLOATS]
-    called = [(dims, dtype) for _, dims, dtype in features.calls(op.name, "cpu", backend)[:count]]
-    sizes = [s for s in itertools.product((2, 0), (3, 0), (16, 0)) if 0 in s]
-    found = {
-        "cases": kinds * sum(_dtypes_of(context, case) for case in edge_cases(context)),
-        "features": sum(serves(context, *call) for call in called) * kinds,
-        "empty": sum(serves(context, {"shape": s}, torch.float16) for s in sizes) * kinds,
-        "exact": count // 2,
-        "errors": len(op.errors),
-        "launches": sum(
-            sum(choice.backend == backend for choice in _choices(op, *call))
-            for call in cases
-            if call[1] != torch.bfloat16 and serves(context, *call)
-        ),
-    }
-    if backend == "triton":  # another refuses some
-        taken = set(layouts_of(op))
-        by_layout = kinds * len(taken)
-        by_layout += len(taken & set(layouts.SAME_VALUES)) if op.autograd else 0  # its gradient's
-        found["layouts"] = by_layout * len(op.variants)
-        found["in place"] = len(taken - {"expanded"}) * len(op.variants)
-        found["nan"] = 6
-    return found
-
-
-def _dtypes_of(context: Context, case: Case) -> int:
-    """In how many dtypes a quick run takes a case."""
-    taken = sum(serves(context, case.dims, dtype) for dtype in FLOATS)
-    return taken if case.is_of_numbers else min(taken, 1)
-
-
-def _choices(op: Op, dims: Any, dtype: torch.dtype) -> Any:
-    return (
-        dispatch.load(op.tuning.choices)(H200, *meta_inputs(op, dims, dtype)) if op.tuning else ()
-    )
-
-
-def serves(context: Context, dims: Any, dtype: torch.dtype) -> bool:
-    """Whether the backend takes it: asked for a GPU, for nothing is interpreted in this process."""
-    args = meta_inputs(context.op, dims, dtype)
-    backend = context.op.backend(context.backend)
-    return dispatch.refusal(backend, context.op, args, args[0], H200, pretending=True) is None
-
-
-# What a size may break; of the other cases every two options meet in `features`.
-SIZES = re.compile(
-    r"(head|tokens|values|window|logits)-.*|.*-by-.*|.*-everything|thd-other-keys|sinks-unseen"
-    r"|softcap-50|tf32|ahead|behind"
-)
-SOME_CASES = """
-import json, sys
-from tilewright.verify import plan, run
-from tilewright.verify.summary import summarise
-names = json.loads(sys.argv[1])
-steps = [s for s in plan(["attention"], only=["cases"], backend="triton") if s[1].case in names]
-results = [result for step in run(steps) for result in step]
-print(json.dumps(summarise(results, "cpu")))
-"""
-
-
-def test_edge_cases_of_attention() -> None:
-    context = Context(registry()["attention"], "triton", "cpu", False, 0, 0)
-    names = [case.name for case in edge_cases(context) if SIZES.fullmatch(case.name)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TRITON_INTERPRET": "1"}
-    environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-c", SOME_CASES, json.dumps(names)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    report = json.loads(done.stdout)
-    assert [f["line"] for f in report["failures"]] == []
-    run = sum(_dtypes_of(context, case) for case in edge_cases(context) if case.name in names)
-    assert sum(row["run"] for row in report["checks"]) == run * 2
-    assert len(features.calls("attention", "cpu", "triton")) <= FEATURES
-
-
 def test_every_public_function_declares_its_mistakes() -> None:
     declared = {op.public_name for op in registry().values() if op.errors}
     assert declared == {op.public_name for op in registry().values()}
 
 
-def test_every_check_is_planned_once_per_backend() -> None:
-    steps = plan(device="cpu", cases=1)
-    planned = [(c.op.name, c.backend, check) for check, c in steps if check not in BY_CASE]
-    wanted = [
-        (op, backend, check)
-        for op, backend in BACKENDS
-        for check in CHECKS
-        if check not in BY_CASE
-        and (check != "features" or registry()[op].features)
-        and (check != "errors" or backend == backends_on(op, "cpu")[0])
-    ]
-    assert sorted(planned) == sorted(wanted)
-    named, launched = (
-        Counter((c.op.name, c.backend, c.case) for check, c in steps if check == name)
-        for name in BY_CASE
-    )
-    quick = [Context(registry()[op], backend, "cpu", False, 1, 0) for op, backend in BACKENDS]
-    cases = {(c.op.name, c.backend, case.name) for c in quick for case in edge_cases(c)}
-    assert named == Counter(cases)
-    assert launched == Counter(case for case in cases if registry()[case[0]].tuning)
-    on_gpu = {(c.op.name, c.backend) for _, c in plan(device="cuda", cases=1)}
-    assert on_gpu > {("softmax", "cuda_v1"), ("softmax", "cuda_v2"), ("rms_norm", "cuda")}
-    assert not any(backend == "torch" for _, backend in on_gpu)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_plan_holds_every_part_of_every_check_once(device: str) -> None:
+    steps = plan(device=device, full=True, cases=120)
+    planned = Counter((c.op.name, c.backend, check) for check, c in steps)
+    assert len({name_of(step) for step in steps}) == len(steps)
+    on_gpu, kinds = device == "cuda", len(FLOATS)
+    for op, backend in [(op, b) for op in OPS for b in backends_on(op, device)]:
+        declared = registry()[op]
+        cases = len({c.name for c in edge_cases(Context(declared, backend, device, True, 0, 0))})
+        laid, covered = len(layouts_of(declared)), features.calls(op, device, backend)
+        wanted = {
+            "cases": kinds * cases,
+            "launches": 2 * cases if declared.tuning else 0,
+            "bits": int(declared.bit_inputs is not None),
+            "layouts": kinds * laid * len(declared.variants),
+            "in place": kinds * (laid - 1) * len(declared.variants) if declared.in_place else 0,
+            "empty": 7,
+            "nan": 6 * kinds,
+            "repeat": 3 * kinds + len(covered[::8]) if on_gpu else 2 * kinds,
+            "streams": kinds * on_gpu,
+            "capture": kinds * on_gpu,
+            "errors": int(backend == backends_on(op, device)[0]),
+            "offsets": len(declared.variants),
+            "large": int(on_gpu),
+        }
+        for check, count in wanted.items():
+            assert planned[op, backend, check] == count, (op, backend, check)
+        has_exact = declared.exact_inputs is not None and declared.sample is not None
+        seeds = {"random": 120, "exact": 60 * has_exact, "features": min(120, len(covered))}
+        for check, count in seeds.items():
+            mine = [c for name, c in steps if (c.op.name, c.backend, name) == (op, backend, check)]
+            assert [s for c in mine for s in range(c.seed, c.seed + c.cases)] == list(range(count))
+        assert set(CHECKS) == {*wanted, *seeds}
+    if on_gpu:
+        there = {(op, backend) for op, backend, _ in planned}
+        assert there > {("softmax", "cuda_v1"), ("softmax", "cuda_v2"), ("rms_norm", "cuda")}
+        assert not any(backend == "torch" for _, backend in there)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])
-def test_what_a_cpu_runs_is_small(full: bool) -> None:
+def test_only_a_full_run_takes_what_wants_the_memory_of_a_large_gpu() -> None:
+    assert "large" not in {check for check, _ in plan(device="cuda")}
+
+
+def test_what_a_cpu_runs_is_small() -> None:
     """A case that is meant for the many SMs of a GPU takes the interpreter minutes."""
     for op in OPS:
-        for case in edge_cases(Context(registry()[op], "triton", "cpu", full, 1, 0)):
+        for case in edge_cases(Context(registry()[op], "triton", "cpu", True, 1, 0)):
             rows = math.prod(case.dims["shape"][:-1])
             assert rows <= 5_000 and math.prod(case.dims["shape"]) <= 400_000, (op, case.name)
 
@@ -267,60 +194,29 @@ def test_a_case_alone(tmp_path: Path) -> None:
     assert (code, sum(row["run"] for row in report["checks"])) == (0, 2 * len(FLOATS))
     launch = Result("matmul", "launches", "skinny", "few-rows-deep skinny:64x6", "", "", False)
     assert "--only launches --backend skinny --case few-rows-deep" in launch.repro("cpu")
-    for check in ("layouts", "in place", "nan"):
-        one = Result("relu", check, "triton", "expanded", "float16", "forward", False)
-        assert "--full" in one.repro("cpu") and "--full" not in one.repro("cuda")
+    laid = Result("rope", "layouts", "triton", "expanded, gradient", "float16", "backward", False)
+    assert "--only layouts --backend triton --case expanded" in laid.repro("cpu")
     named = Result("relu", "cases", "triton", "one-dim", "float32", "forward", False, seed=3)
     assert "--only cases --backend triton --case one-dim --seed 3" in named.repro("cpu")
-    ((check, context),) = plan(["relu"], case="one-dim", seed=3)
-    assert (check, [case.name for case in edge_cases(context)]) == ("cases", ["one-dim"])
+    steps = plan(["relu"], case="one-dim", seed=3)
+    assert {(check, c.case, c.seed) for check, c in steps} == {("cases", "one-dim", 3)}
+    assert len(steps) == len(FLOATS)
 
 
 @pytest.mark.parametrize("check", ["cases", "layouts", "in place", "nan"])
-def test_a_full_run_takes_every_dtype_and_a_quick_one_of_each(
-    check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU; on a GPU both take every dtype. What refuses one has the next."""
-
-    def found(refused: torch.dtype | None = None, **how: Any) -> dict[str, list[str]]:
-        monkeypatch.setattr(Context, "serves", lambda _, args: args[0].dtype != refused)
-        context = replace(Context(registry()["relu"], "torch", "cpu", False, 0, 0), **how)
-        dtypes: dict[str, list[str]] = {}
-        for result in CHECKS[check](context):
-            assert result.passed, result
-            dtypes.setdefault(f"{result.case} {result.phase}", []).append(result.dtype)
-        return dtypes
-
-    every = ["bfloat16", "float16", "float32"]
-    quick, full = found(), found(full=True)
-    assert set(quick) == set(full) and all(sorted(dtypes) == every for dtypes in full.values())
-    assert all(len(dtypes) == 1 for dtypes in quick.values())
-    assert {dtype for (dtype,) in quick.values()} == set(every)
-    without = found(refused=torch.float16)
-    assert {dtype for (dtype,) in without.values()} == {"bfloat16", "float32"}
-    assert set(without) == set(quick)
-    assert Context(registry()["relu"], "torch", "cuda", False, 0, 0).brief is False
-
-
-OF_SHAPES = {
-    *("shape", "a", "ahead", "alibi", "b", "behind", "bias", "block", "causal", "chunks", "dim"),
-    *("erf", "first", "from_bshd", "key_lengths", "keys", "kv_heads", "layout", "lengths", "n"),
-    *("odd", "order", "positions", "rotary", "scaling", "seq_lens", "sinks", "stack", "style"),
-    *("table", "table_dims", "top_left", "unequal", "value_dim", "weight", "window"),
-}
-
-
-def test_dims_are_of_numbers_or_of_shapes() -> None:
-    """Of a new one somebody must say which: tf32 or a large mean means nothing in some dtypes."""
-    cases = [case for op in registry().values() for case in op.cases]
-    dims = {dim for case in cases if case.group in ("edge", "plan") for dim in case.dims}
-    assert dims <= NUMBERS | OF_SHAPES and NUMBERS.isdisjoint(OF_SHAPES)
-    assert dims >= NUMBERS
-    named = {(op.name, case.name) for op in registry().values() for case in op.cases}
-    of_numbers = {(n, c.name) for n in OPS for c in registry()[n].cases if c.is_of_numbers}
-    wanted = {("matmul", "tf32"), ("attention", "tf32"), ("rms_norm", "llama-mixed")}
-    wanted |= {("swiglu", "huge-gates"), ("layer_norm", "far-mean-loop")}
-    assert wanted <= of_numbers < named
+def test_a_part_runs_alone(check: str) -> None:
+    """What the parts of a check give is what the check gives."""
+    context = Context(registry()["relu"], "torch", "cpu", False, 0, 0)
+    parts = [c for name, c in plan(["relu"], only=[check]) if c.case]
+    assert {c.dtype for c in parts} == {"bfloat16", "float16", "float32"}
+    apart_ = [
+        result
+        for c in parts
+        for result in CHECKS[check](replace(context, case=c.case, dtype=c.dtype))
+    ]
+    whole = list(CHECKS[check](context))
+    key = attrgetter("case", "dtype", "phase")
+    assert sorted(apart_, key=key) == sorted(whole, key=key)
 
 
 @pytest.mark.parametrize("when", ["always", "later"])
@@ -336,7 +232,9 @@ def test_one_launch_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, when:
     monkeypatch.setattr(Context, "serves", lambda *_: True)
     monkeypatch.setattr(dispatch, "choose", lambda *_, **__: SimpleNamespace(gpu=H200))
     monkeypatch.setattr(dispatch, "prepare", prepare)
-    results = list(CHECKS["launches"](Context(op, "skinny", "cpu", False, 0, 0, "few-rows-deep")))
+    results = list(
+        CHECKS["launches"](Context(op, "skinny", "cpu", False, 0, 0, "few-rows-deep", "float16"))
+    )
     found = {result.case: result.message for result in results}
     assert set(found) == {
         f"few-rows-deep skinny:{launch}" for launch in ("64x6", "64x4", "64x3", "128x4")
@@ -731,10 +629,10 @@ def without_the_end(op: Op, args: Any, backend: str) -> Any:
 @pytest.mark.parametrize("name", OPS)
 def test_the_last_rows_of_many_are_those_of_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context(registry()[name], "torch", "cpu", True, 1, 0)
-    results = list(checks.last_rows(context, 9, 256))
+    results = list(repeat_checks.last_rows(context, 9, 256))
     assert [(one.case, one.passed) for one in results] == [("9 x 256", True)]
 
-    whole, seen = checks.call, []
+    whole, seen = repeat_checks.call, []
 
     def without(lost: int, op: Op, args: Any, backend: str) -> Any:
         many = [x for x in args if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == 9]
@@ -744,17 +642,17 @@ def test_the_last_rows_of_many_are_those_of_few(name: str, monkeypatch: pytest.M
         return whole(op, args, backend)
 
     for lost in itertools.count():
-        monkeypatch.setattr(checks, "call", partial(without, lost))
-        assert not next(checks.last_rows(context, 9, 256)).passed, lost
+        monkeypatch.setattr(repeat_checks, "call", partial(without, lost))
+        assert not next(repeat_checks.last_rows(context, 9, 256)).passed, lost
         if lost + 1 == seen[-1]:
             break
 
 
 def test_many_rows_are_more_than_a_32_bit_offset_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(checks, "last_rows", lambda c, rows, n: asked.append(rows * n) or [])
+    monkeypatch.setattr(repeat_checks, "last_rows", lambda c, rows, n: asked.append(rows * n) or [])
     for device, full in itertools.product(("cpu", "cuda"), (False, True)):
-        assert not list(checks.large(Context(registry()["relu"], "torch", device, full, 1, 0)))
+        assert not list(CHECKS["large"](Context(registry()["relu"], "torch", device, full, 1, 0)))
     assert len(asked) == 1 and asked[0] > 2**31
 
 
@@ -763,26 +661,26 @@ def test_the_last_rows_may_be_added_in_another_order(
     monkeypatch: pytest.MonkeyPatch, served_by: Any, passes: bool
 ) -> None:
     matmul = registry()["matmul"]
-    monkeypatch.setattr(checks, "call", served_by)
+    monkeypatch.setattr(repeat_checks, "call", served_by)
     of_any = Context(replace(matmul, tuning=None), "torch", "cpu", True, 1, 0)
-    assert not next(checks.last_rows(of_any, 9, 4096)).passed  # the order is seen
-    found = next(checks.last_rows(Context(matmul, "torch", "cpu", True, 1, 0), 9, 4096))
+    assert not next(repeat_checks.last_rows(of_any, 9, 4096)).passed  # the order is seen
+    found = next(repeat_checks.last_rows(Context(matmul, "torch", "cpu", True, 1, 0), 9, 4096))
     assert found.passed == passes and bool(found.message) != passes
 
 
 def test_a_kernel_for_few_rows_is_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Context(registry()["matmul"], "skinny", "cpu", True, 1, 0)
     monkeypatch.setattr(Context, "serves", lambda self, args: len(args[0]) <= 64)
-    assert list(checks.last_rows(few, 65, 256)) == []
+    assert list(repeat_checks.last_rows(few, 65, 256)) == []
 
     repeated = []
-    monkeypatch.setattr(checks, "_outputs_and_grads", lambda c, args, _: [args[0]])
-    monkeypatch.setattr(checks.features, "calls", lambda *_: [])
+    monkeypatch.setattr(repeat_checks, "_outputs_and_grads", lambda c, args, _: [args[0]])
+    monkeypatch.setattr(features, "calls", lambda *_: [])
     monkeypatch.setattr(Context, "inputs", lambda c, *how: meta_inputs(c.op, *how[:2]))
     monkeypatch.setattr(compare, "random_like", lambda *_: None)
     monkeypatch.setattr(compare, "same_bits", lambda *_: True)
     for most in (64, 1000):
         monkeypatch.setattr(Context, "serves", lambda self, args, most=most: len(args[0]) <= most)
-        repeated.append({one.case for one in checks.repeat(replace(few, device="cuda"))})
+        repeated.append({one.case for one in CHECKS["repeat"](replace(few, device="cuda"))})
     rows = [{int(case.split()[0]) for case in cases} for cases in repeated]
-    assert rows == [{checks.FEW_ROWS}, {300}] and {len(cases) for cases in repeated} == {3}
+    assert rows == [{repeat_checks.FEW_ROWS}, {300}] and {len(cases) for cases in repeated} == {3}

@@ -94,19 +94,6 @@ class Case:
     dims: Mapping[str, Any]
     group: str = "edge"
 
-    @property
-    def is_of_numbers(self) -> bool:
-        """Whether its dims say which numbers, not only how many: in each dtype it is another."""
-        return not NUMBERS.isdisjoint(self.dims)
-
-
-# Dims that say which numbers a call has and how it rounds, of all ops.
-NUMBERS = {
-    *("bad", "bad_row", "bias_dtype", "bias_masks", "casting", "dtype", "eps", "format"),
-    *("gate_scale", "logits", "masked", "mean", "offset", "out_dtype", "precision", "scale"),
-    *("sinks_dtype", "softcap", "table_dtype", "weight_dtype"),
-}
-
 
 class Traffic(NamedTuple):
     """The fewest bytes one call can move: each input read once, each output written once."""

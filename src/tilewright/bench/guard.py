@@ -76,6 +76,7 @@ class Judgement:
     gbps: float | None  # None: our count of bytes is not this contender's
     tflops: float
     of_roof: float | None  # likewise
+    of_peak: float | None = None  # the larger part of the datasheet's peaks; None: it has none
     flags: tuple[str, ...] = ()
     refused: str = ""
 
@@ -89,18 +90,22 @@ def judge(call: Timed, floor: Floor, gpu: Gpu) -> Judgement:
     of_roof = floor.us / us
     refused = ""
     peak = (gpu.bandwidth or float("inf")) / 1e9
+    rate = gpu.peaks.get(call.cost.unit, float("inf"))
     if call.least.total / us / 1e3 > peak:
         refused = f"{gbps:,.0f} GB/s, and the datasheet's peak is {peak:,.0f}"
-    elif tflops * 1e12 > (rate := gpu.peaks.get(call.cost.unit, float("inf"))):
+    elif tflops * 1e12 > rate:
         refused = f"{tflops:,.0f} TFLOP/s, and the datasheet's peak is {rate / 1e12:,.0f}"
     if refused:
         return Judgement(gbps, tflops, of_roof, refused=f"{REFUSED}{refused}")
+    of_bytes, of_flops = gbps / peak, tflops * 1e12 / rate
+    of_peak = max(of_bytes, of_flops) or None  # no peak is known: infinite
     if of_roof <= ABOVE:
-        return Judgement(gbps, tflops, of_roof)
+        return Judgement(gbps, tflops, of_roof, of_peak)
     if call.least.total < call.traffic.total and us * ABOVE >= _least_us(call, floor):
         flag = "moves fewer bytes than our count: it saved less for its backward"
-        return Judgement(None, tflops, None, (flag,))
-    return Judgement(gbps, tflops, of_roof, (f"{of_roof:.2f}{FLAGGED}{_likely(call, floor, gpu)}",))
+        return Judgement(None, tflops, None, of_flops or None, (flag,))
+    flag = f"{of_roof:.2f}{FLAGGED}{_likely(call, floor, gpu)}"
+    return Judgement(gbps, tflops, of_roof, of_peak, (flag,))
 
 
 def _least_us(call: Timed, floor: Floor) -> float:

@@ -83,7 +83,8 @@ class _Candidate:
 
     contender: Contender
     call: Any = None
-    error: float = 0.0
+    error: float = 0.0  # over its tolerance
+    largest_error: float = 0.0
     state: str = "ok"
     reason: str = ""
     flags: tuple[str, ...] = ()
@@ -123,6 +124,7 @@ def _check(subject: Subject, args: Args, found: Mapping[str, _Candidate], when: 
 
 def _take_verdict(one: _Candidate, verdict: Verdict, when: str) -> None:
     one.error = max(one.error, verdict.ratio)
+    one.largest_error = max(one.largest_error, verdict.error)
     allowed = 1.0 if one.contender.ours else LOOSE
     if verdict.message:
         one.drop("refused", f"wrong {when} timing: {verdict.message}")
@@ -297,7 +299,8 @@ def _row(
     )
     if one.state == "unavailable":
         return row
-    row = replace(row, error=min(one.error, MOST))
+    largest = min(one.largest_error, MOST)
+    row = replace(row, error=min(one.error, MOST), largest_error=largest)
     if one.state == "ok" and one.contender.launches:
         row = _with_witness(row, one)
     if row.state != "ok":
@@ -358,6 +361,7 @@ def _with_times(
         roof_us=floor.us,
         roof=floor.name,
         of_roof=verdict.of_roof,
+        of_peak=verdict.of_peak,
         bound=floor.bound,
         flags=(*flags, *verdict.flags),
         samples=tuple(t for one in times.of(method, name) for t in one),

@@ -83,8 +83,10 @@ class Row:
     roof_us: float | None = None  # the floor: the slowest of launch, bandwidth and compute
     roof: str = ""  # which roof that is: "copy 1:1 at this size", "mma bf16", "empty launch"
     of_roof: float | None = None  # roof_us / us
+    of_peak: float | None = None  # the larger part of the datasheet's two peaks, bytes and flops
     bound: str = ""  # "launch", "bandwidth" or "compute"
     error: float | None = None  # worst error over its tolerance, before and after timing
+    largest_error: float | None = None  # the largest absolute one, likewise
     cold: Stats | None = None  # CUDA events around one call, L2 flushed by reading
     graph: Stats | None = None  # CUDA graph of many calls, each on its own tensors
     sustained: Stats | None = None  # as cold, contenders among themselves, under load

@@ -242,6 +242,7 @@ HEADS: list[tuple[str, bool, str]] = [
     ("p20 to p80", True, "where the middle three fifths of the samples lie, in µs"),
     ("speed-up", True, "the fastest rival's time over this one's, for ours"),
     ("% of roof", True, "the least possible time over the measured one"),
+    ("% of peak", True, "bytes or flops over the datasheet's peak, whichever part is larger"),
     ("bound", False, "what limits a perfect kernel here"),
     ("GB/s", True, "bytes moved over device time"),
     ("TFLOP/s", True, "declared arithmetic over device time"),
@@ -251,6 +252,7 @@ HEADS: list[tuple[str, bool, str]] = [
     ("sustained µs", True, "as cold, under load: where arithmetic is the bound"),
     ("host µs", True, "wall time of one call in a queue of calls"),
     ("cpu µs", True, "until the call returns"),
+    ("largest error", True, "the largest absolute error against float64"),
     ("error", True, "worst error over its tolerance; 1 is the limit"),
     ("kernels", True, "how many kernels one call launches"),
     ("remarks", False, "flags and reasons, in words"),
@@ -290,11 +292,13 @@ def _numbers(row: Row, contest: Contest) -> list[Cell]:
         Cell(band, stats.p20 if stats else None),
         _speedup(row, contest),
         Cell(f"{100 * row.of_roof:.1f}" if row.of_roof else "", tip=row.roof),
+        Cell(f"{100 * row.of_peak:.1f}" if row.of_peak else ""),
         Cell(row.bound),
         Cell(f"{row.gbps:,.0f}" if row.gbps else ""),
         Cell(f"{row.tflops:,.3g}" if row.tflops else ""),
         Cell(size(row.bytes) if row.bytes else "", row.bytes or None),
         *(_median(getattr(row, way)) for way in WAYS),
+        Cell("" if row.largest_error is None else f"{row.largest_error:.1e}", row.largest_error),
         Cell("" if row.error is None else f"{row.error:.2f}"),
         Cell(str(len(row.kernels) or ""), tip="; ".join(row.kernels)[:120]),
     ]
@@ -326,7 +330,10 @@ def _remarks(row: Row) -> str:
 
 WORDS = ("op", "case", "dtype", "phase", "contender", "ours", "state", "reason")
 COUNTS = ("bytes_read", "bytes_written", "flops", "unit")
-MEASURED = ("method", "us", "gbps", "tflops", "roof_us", "roof", "of_roof", "bound", "error")
+MEASURED = (
+    *("method", "us", "gbps", "tflops", "roof_us", "roof", "of_roof", "of_peak", "bound"),
+    *("error", "largest_error"),
+)
 COLUMNS = (
     *("record", "gpu"),
     *(*WORDS, "dims", "flags", "ran", "kernels", *COUNTS, *MEASURED),

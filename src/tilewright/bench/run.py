@@ -21,6 +21,7 @@ from tilewright.bench.roofs import DeviceRoofs
 from tilewright.bench.subject import Subject
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
+from tilewright.lab import stop
 
 Key = tuple[str, str, str, str]
 
@@ -53,7 +54,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     roofs: list[record.Roof] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # cases that were not measured
-    ended_by: str = ""  # "", "time" or "interrupt"
+    ended_by: str = ""  # "", "time", "interrupt" or "SIGTERM"
     header: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
 
@@ -134,8 +135,8 @@ def run(
             result.rows += rows
             if writer:
                 writer.rows(rows)
-    except KeyboardInterrupt:
-        result.ended_by = "interrupt"
+    except KeyboardInterrupt as e:
+        result.ended_by = stop.word(e)
     measured = {(r.op, r.case, r.dtype, r.phase) for r in result.rows}
     result.left = [job.title for job in waiting if job.key not in measured]
     result.end = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from tilewright.cli import bench, checks, tune
+from tilewright.cli import bench, compile, explain, profile, report, tune, verify
 
 app = typer.Typer(
     add_completion=False,
@@ -15,5 +15,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="GPU kernels for transformer models: verified, compiled for every SM, measured.",
 )
-for part in (checks.app, bench.app, tune.app):
-    app.registered_commands += part.registered_commands
+for part in (explain, verify, compile, bench, report, profile, tune):
+    app.registered_commands += part.app.registered_commands

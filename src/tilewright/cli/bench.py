@@ -1,9 +1,8 @@
-"""tilewright bench | compare | report | profile: how fast it is, and what was slow about it."""
+"""tilewright bench: how fast every kernel is, beside whatever a user would pick instead."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,32 +19,20 @@ from tilewright.cli.console import (
     Json,
     Ops,
     console,
+    duration,
     emit,
     errors,
     fail,
     or_exit,
-    progress_bar,
-    writable,
 )
+from tilewright.cli.files import Csv, Html, Png, need, write_files
+from tilewright.cli.progress import Progress
+from tilewright.lab import stop
 
 app = typer.Typer()
 
-INTERRUPTED = 130  # as a shell says it
 RECORDS = Path("out/bench")
-
-
-def _file(option: str, what: str, suffix: str = "") -> Any:
-    def checked(path: Path | None) -> Path | None:
-        if path is not None and suffix and path.suffix.lower() != suffix:
-            fail(f"{option}: {path} has another ending; name a file that ends in {suffix}.")
-        return writable(path, option)
-
-    return typer.Option(option, help=what, callback=checked)
-
-
-Csv = Annotated[Path | None, _file("--csv", "Write the rows here as CSV; '-' for stdout.")]
-Html = Annotated[Path | None, _file("--html", "Write a report here: one offline page.", ".html")]
-Png = Annotated[Path | None, _file("--png", "Write the pictures here.", ".png")]
+SECONDS_EACH = 8.0  # of a case with all rivals, cold caches (H200, 2026-11)
 
 
 @app.command()
@@ -99,7 +86,7 @@ def bench(
     pair = _pair(head_to_head)
     works = or_exit(lambda: suites.plan(ops or (), suite, shape or (), _words(dtype), _words(mode)))
     wish = or_exit(lambda: Wish(_backends(backends, pair, works), _baselines(baselines)))
-    _need(("matplotlib", "jinja2"), html, png)
+    need(("matplotlib", "jinja2"), html, png)
     if not works:
         fail("bench: nothing to measure: no case of these ops fits.", 1)
     here = gpus.detect()
@@ -123,102 +110,8 @@ def bench(
     jobs = _yardsticks() if yardsticks else _jobs(works, wish, here)
     result = _measure(jobs, here, settings, out, resume, max_seconds)
     _show(result, pair, json_to)
-    _write_files(result.as_record(), csv, html, png)
+    write_files(result.as_record(), csv, html, png)
     raise typer.Exit(_bench_code(result, strict))
-
-
-@app.command()
-def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A record, or its folder.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another one of the same GPU.")],
-    fail_over: Annotated[
-        float, typer.Option(help="A slowdown beyond this part is a regression.")
-    ] = 0.03,
-    everybody: Annotated[
-        bool, typer.Option("--all", help="Rivals that got slower fail the command too.")
-    ] = False,
-    json_to: Json = None,
-) -> None:
-    """Two runs row by row, with confidence intervals; exit 1 if something got slower."""
-    from tilewright.bench import compare as room
-    from tilewright.bench import record
-
-    found = or_exit(lambda: room.pair(record.read(before), record.read(after), fail_over=fail_over))
-    _keep_apart([found.a.path, found.b.path], json_to)
-    if not found.pairs:
-        fail("compare: no row has a time in both records; there is nothing to compare.")
-    emit(room.table(found), room.as_dict(found), json_to)
-    raise typer.Exit(int(bool(room.regressions(found, only_ours=not everybody))))
-
-
-@app.command()
-def report(
-    records: Annotated[list[Path], typer.Argument(help="Record files, or their folders.")],
-    csv: Csv = None,
-    html: Html = None,
-    png: Png = None,
-    json_to: Json = None,
-) -> None:
-    """Turn records into one offline HTML page, a PNG or a CSV."""
-    from tilewright.bench import record, tables
-
-    found = or_exit(lambda: [record.read(path) for path in records])
-    if html is None and csv is None and png is None and json_to is None:
-        html = writable(Path("report.html"), "--html")
-    _need(("matplotlib", "jinja2"), html, png)
-    rows = [row for one in found for row in one.rows]
-    _keep_apart([one.path for one in found], csv, html, png, json_to)
-    told = "\n".join(
-        f"{one.path} ({one.gpu}{', cut short' if one.cut_short else ''}): "
-        f"{tables.summary(one.rows)}"
-        for one in found
-    )
-    if json_to is not None:
-        emit(told, [asdict(row) for row in rows], json_to)
-    elif csv is None or str(csv) != "-":
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
-    _write_files(found, csv, html, png)
-
-
-@app.command()
-def profile(
-    op: Annotated[str, typer.Argument(help="An op's name.")],
-    shape: Annotated[str, typer.Option(help="k=v,...: 2048x4096,casting=llama.")] = "2048x4096",
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
-    phase: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
-    backend: Annotated[
-        str, typer.Option(help="Whose kernels: triton, cuda, ..., eager or vendor.")
-    ] = "triton",
-    tool: Annotated[str, typer.Option(help="ncu, torch or proton.")] = "ncu",
-    mode: Annotated[
-        str, typer.Option(help="ncu: quick (speed of light), full (stalls), file (.ncu-rep).")
-    ] = "quick",
-    calls: Annotated[int, typer.Option(min=1, help="Calls that the tool sees.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
-    out: Annotated[Path | None, _file("--out", "Where the tool's own file goes.")] = None,
-    only_print: Annotated[
-        bool, typer.Option("--print", help="Print the command instead of running it.")
-    ] = False,
-    json_to: Json = None,
-) -> None:
-    """Look into one call with a profiler, beside the bytes and flops it must do."""
-    from tilewright import dims, profiling
-    from tilewright.profiling.request import op_of
-
-    def asked() -> Any:
-        found = dims.parse(op_of(op), shape, "profile")
-        request = profiling.Request(op, found, dtype, phase, backend, tool, mode, out, calls, seed)
-        return profiling.profile(request, run=not only_print)
-
-    found = or_exit(asked)
-    if found.ran:
-        emit(found.table, found.record(), json_to)
-    elif found.state == "failed":
-        fail(f"profile: {found.reason}", 1)
-    else:
-        if found.state == "missing":
-            errors.print(f"{found.reason} Run this where there is one:", highlight=False)
-        emit(found.command, found.record(), json_to)
 
 
 def _jobs(works: Sequence[Any], wish: Any, gpu: Any) -> list[Any]:
@@ -251,8 +144,9 @@ def _measure(
 
     resumed = or_exit(lambda: running.to_resume(out, gpu, settings)) if resume else None
     path = resumed.path if resumed else running.new_path(out, gpu)
-    with progress_bar() as progress:
-        bar = progress.add_task("measuring roofs", total=len(jobs))
+    with stop.stoppable(), Progress("bench") as progress:
+        progress.say(f"bench: {len(jobs)} cases, about {duration(SECONDS_EACH * len(jobs))}")
+        progress.phase("measuring roofs", len(jobs))
         result = running.run(
             jobs,
             running.instruments(gpu, settings["warmup"], settings["iters"], settings["seed"]),
@@ -260,9 +154,9 @@ def _measure(
             path=path,
             resumed=resumed,
             max_seconds=max_seconds,
-            progress=lambda title, done: progress.update(bar, description=title, completed=done),
+            progress=lambda title, done: progress.at(done, title),
         )
-        progress.update(bar, description="measured", completed=len(jobs) - len(result.left))
+        progress.at(len(jobs) - len(result.left), "measured")
     return result
 
 
@@ -281,9 +175,9 @@ def _show(result: Any, pair: tuple[str, str] | None, json_to: Path | None) -> No
     where = errors if str(json_to) == "-" else console
     where.print(tables.summary(result.rows), highlight=False, soft_wrap=True)
     if result.left:
-        why = {"time": "--max-seconds was reached", "interrupt": "interrupted"}[result.ended_by]
+        why = "--max-seconds was reached" if result.ended_by == "time" else result.ended_by
         where.print(
-            f"{len(result.left)} cases were not measured: {why}. --resume goes on with them.",
+            f"{len(result.left)} cases were not measured: {why}. Next: --resume measures them.",
             style="yellow",
         )
     where.print(f"[dim]record: {escape(str(result.path))}[/]", soft_wrap=True)
@@ -292,48 +186,10 @@ def _show(result: Any, pair: tuple[str, str] | None, json_to: Path | None) -> No
 def _bench_code(result: Any, strict: bool) -> int:
     from tilewright.bench import guard
 
-    if result.ended_by == "interrupt":
-        return INTERRUPTED
+    if result.ended_by in stop.CODES:
+        return stop.CODES[result.ended_by]
     wrong = any(row.ours and row.state == "refused" for row in result.rows)
     return int(wrong or (strict and any(guard.is_suspect(row) for row in result.rows)))
-
-
-def _write_files(found: Any, csv: Path | None, html: Path | None, png: Path | None) -> None:
-    """Said once more in other forms."""
-    if csv is None and html is None and png is None:
-        return
-    from tilewright.bench import report as room
-
-    records = found if isinstance(found, list) else [found]
-    if csv is not None and str(csv) == "-":
-        print(room.csv_text(records), end="")
-    elif csv is not None:
-        _save("--csv", csv, lambda: csv.write_text(room.csv_text(records), encoding="utf-8"))
-    if html is not None:
-        _save("--html", html, lambda: html.write_text(room.page(records), encoding="utf-8"))
-    if png is not None:
-        _save("--png", png, lambda: room.write_png(records, png))
-
-
-def _save(option: str, path: Path, write: Callable[[], Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write()
-    except OSError as e:
-        fail(f"{option}: {path} cannot be written ({e.strerror}). Name another file.")
-    console.print(f"[dim]written to {escape(str(path))}[/]", soft_wrap=True)
-
-
-def _keep_apart(records: Sequence[Path], *wanted: Path | None) -> None:
-    for path in wanted:
-        if path is not None and any(path.resolve() == r.resolve() for r in records):
-            fail(f"{path} is one of the records; it must not be overwritten. Name another file.")
-
-
-def _need(packages: Sequence[str], *wanted: Path | None) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing and any(wanted):
-        fail(f'--html and --png need {" and ".join(missing)}: pip install "tilewright[bench]"')
 
 
 def _folder(path: Path, keep: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -12,35 +11,36 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-console = Console()
-errors = Console(stderr=True)
+from tilewright.lab import journal
+
+LOG_WIDTH = 160  # columns of a log, where no terminal says how many there are: no table wraps
+
+
+def _console(stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    narrow = stream.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, width=None if narrow else LOG_WIDTH)
+
+
+console, errors = _console(stderr=False), _console(stderr=True)
 
 
 def emit(shown: Any, record: Any, json_to: Path | None) -> None:
     """The table for people; the same facts as JSON for scripts."""
-    text = json.dumps(finite(record), indent=1, default=str, allow_nan=False)
     if json_to is not None and str(json_to) == "-":
-        print(text)
+        print(json.dumps(journal.finite(record), indent=1, default=str, allow_nan=False))
         return
     if isinstance(shown, str):
         console.print(shown, markup=False, highlight=False, soft_wrap=True)
-    else:
+    elif console.is_terminal:
         console.print(shown)
+    else:  # a log: no colours, and no blanks up to the edge of a screen that is not there
+        with console.capture() as captured:
+            console.print(shown)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
     if json_to is not None:
-        try:
-            json_to.parent.mkdir(parents=True, exist_ok=True)
-            json_to.write_text(text + "\n", encoding="utf-8")
-        except OSError as e:
-            fail(f"--json: {json_to} cannot be written ({e.strerror}). Name another file.")
+        or_exit(lambda: journal.write(json_to, record))
         console.print(f"[dim]written to {escape(str(json_to))}[/]")
 
 
@@ -63,21 +63,6 @@ def writable(path: Path | None, option: str = "--json") -> Path | None:
     return path
 
 
-def finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: say them in words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    return Progress(*columns, *times, console=errors)
-
-
 def or_exit(call: Any) -> Any:
     """A user's mistake is one line on stderr and exit code 2, not a traceback."""
     from tilewright.errors import TilewrightError
@@ -93,6 +78,11 @@ def fail(message: str, code: int = 2) -> None:
     sys.exit(code)
 
 
+def duration(seconds: float) -> str:
+    """Say how long in words."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 Ops = Annotated[list[str] | None, typer.Argument(help="Op names; all if left out.")]
 Json = Annotated[
     Path | None,
@@ -101,4 +91,15 @@ Json = Annotated[
         help="Write the result here as JSON; '-' for stdout.",
         callback=lambda path: writable(path),
     ),
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes; by default as many as the machine feeds.")
+]
+Draw = Annotated[
+    str | None,
+    typer.Option("--draw", metavar="KEY", help="Draw what this key draws; else the commit is it."),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(min=0, help="Seconds of one core to draw, instead of the declared ones."),
 ]

@@ -16,13 +16,12 @@ from tilewright.cli.console import (
     errors,
     fail,
     or_exit,
-    progress_bar,
     writable,
 )
+from tilewright.cli.progress import Progress
+from tilewright.lab import stop
 
 app = typer.Typer()
-
-INTERRUPTED = 130  # as a shell says it
 
 
 @app.command()
@@ -89,21 +88,21 @@ def _measure(jobs: Any, gpu: Any, path: Path, seed: int) -> Any:
 
     kept = or_exit(lambda: run.there(path, gpu))
     try:
-        with progress_bar() as progress:
-            bar = progress.add_task("tuning", total=len(jobs))
+        with stop.stoppable(), Progress("tune") as progress:
+            progress.phase("tuning", len(jobs))
             result = or_exit(
                 lambda: run.run(
                     jobs,
                     run.instruments(gpu, seed),
                     kept,
                     {**tuned.tables(gpu), **kept},
-                    lambda title, done: progress.update(bar, description=title, completed=done),
+                    lambda title, done: progress.at(done, title),
                 )
             )
-            progress.update(bar, description="tuned", completed=len(jobs))
+            progress.at(len(jobs), "tuned")
         run.write(path, gpu, result.tables)
-    except KeyboardInterrupt:
-        fail(f"tune: interrupted; {path} is as it was.", INTERRUPTED)
+    except KeyboardInterrupt as e:
+        fail(f"tune: interrupted; {path} is as it was.", stop.CODES[stop.word(e)])
     except OSError as e:
         fail(f"--out: {path} cannot be written ({e.strerror}). Name another file.")
     return result

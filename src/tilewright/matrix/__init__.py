@@ -3,12 +3,13 @@
 from tilewright.matrix.build import Built, build
 from tilewright.matrix.ledger import Ledger
 from tilewright.matrix.reach import SMS, Wanted, known_ops, of_cases, reachable
-from tilewright.matrix.run import run, select
+from tilewright.matrix.run import Selection, run, select
 
 __all__ = [
     "SMS",
     "Built",
     "Ledger",
+    "Selection",
     "Wanted",
     "build",
     "known_ops",

@@ -36,11 +36,11 @@ class Built:
     violation: str = ""
 
 
-def build(wanted: Wanted) -> Built:
-    """Compile and judge; a compiler's exception is a violation, not a crash."""
+def facts_of(wanted: Wanted) -> dict[str, Any]:
+    """Return what is known of a binary before it is compiled."""
     request = wanted.request
     choice = ", ".join(f"{k}={v}" for k, v in (*request.constants, *request.options))
-    facts: dict[str, Any] = {
+    return {
         "key": wanted.key,
         "op": wanted.op,
         "backend": wanted.backend,
@@ -51,6 +51,11 @@ def build(wanted: Wanted) -> Built:
         "choice": choice if request.technology != "cuda" else request.kernel,
         "compiler": compiler(request.technology),
     }
+
+
+def build(wanted: Wanted) -> Built:
+    """Compile and judge; a compiler's exception is a violation, not a crash."""
+    request, facts = wanted.request, facts_of(wanted)
     try:
         compile_one = _cuda if request.technology == "cuda" else _triton
         registers, spills, shared, text, faults = compile_one(request, wanted.sm)

@@ -4,48 +4,80 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from tilewright.matrix.build import Built, build
+from tilewright.lab import costs, workers
+from tilewright.lab.draw import Piece, draw
+from tilewright.matrix.build import Built, build, facts_of
 from tilewright.matrix.ledger import Ledger
 from tilewright.matrix.reach import Wanted
+
+LIMIT = 600.0  # seconds after which a compiler hangs
 
 _wanted: list[Wanted] = []  # inherited by forked workers: kernels do not pickle
 
 
-def select(
-    wanted: Sequence[Wanted], ledger: Ledger, sample: float, rng: random.Random
-) -> tuple[list[Wanted], list[Built]]:
-    """(to compile, known): what changed, one of every kernel and SM, and `sample` of the rest."""
+class Selection:
+    """What is compiled now, what the ledger knows, and what is left to another run."""
+
+    def __init__(self, now: list[Wanted], known: list[Built], left: list[Wanted]) -> None:
+        self.now, self.known, self.left = now, known, left
+        self.seconds = sum(_seconds(wanted) for wanted in now)
+
+
+def select(wanted: Sequence[Wanted], ledger: Ledger, whole: float | None, key: str) -> Selection:
+    """Choose what to compile: everything without a whole, else what is drawn from so many seconds.
+
+    What the ledger does not know comes first. What is left of the whole goes to results that it
+    does know, so that a stale or doctored ledger shows.
+    """
     keyed = [(w, ledger.known.get(w.key)) for w in wanted]
-    shuffled = rng.sample(keyed, len(keyed))
-    compile_now: dict[str, Wanted] = {}
-    seen: set[tuple[str, str, int]] = set()
-    for w, entry in shuffled:
-        kernel = (w.backend, w.kernel.partition("<")[0], w.sm)
-        if entry is None or kernel not in seen or rng.random() < sample:
-            compile_now[w.key] = w
-            seen.add(kernel)
-    known = [entry for w, entry in keyed if entry is not None and w.key not in compile_now]
-    return [w for w, _ in keyed if w.key in compile_now], known
+    if whole is None:
+        return Selection([w for w, _ in keyed], [], [])
+    new = _drawn([w for w, entry in keyed if entry is None], whole, key)
+    spent = sum(_seconds(w) for w in new)
+    again = _drawn([w for w, entry in keyed if entry is not None], whole - spent, key)
+    now = {w.key for w in (*new, *again)}
+    known = [entry for w, entry in keyed if entry is not None and w.key not in now]
+    left = [w for w, entry in keyed if entry is None and w.key not in now]
+    return Selection([w for w, _ in keyed if w.key in now], known, left)
 
 
-def run(wanted: Sequence[Wanted], workers: int | None = None) -> Iterator[Built]:
+def _drawn(wanted: Sequence[Wanted], whole: float, key: str) -> list[Wanted]:
+    if not wanted or whole <= 0:
+        return []
+    pieces = [Piece(w, w.op, w.key, _seconds(w)) for w in wanted]
+    return [piece.item for piece in draw(pieces, whole, key, "compile", least=False)]
+
+
+def _seconds(wanted: Wanted) -> float:
+    kind = f"{wanted.op} {wanted.backend} {wanted.request.technology}"
+    return costs.estimate("compile", kind, str(wanted.sm)).seconds
+
+
+def run(
+    wanted: Sequence[Wanted],
+    count: int | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> Iterator[Built]:
     """Compile all of `wanted`, in any order."""
-    count = workers or os.cpu_count() or 1
-    if count == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        yield from map(build, wanted)
+    count = min(count or os.cpu_count() or 1, len(wanted))
+    if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+        for one in wanted:
+            yield build(one)
+            beat()
         return
     _wanted[:] = wanted
-    # the slow ones (Turing) first, so that no core waits for another at the end
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i].sm)
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
-        for done in as_completed([pool.submit(_build_nth, i) for i in order]):
-            yield done.result()
+    # what takes longest begins first, so that no core waits for another at the end
+    order = sorted(range(len(wanted)), key=lambda i: -_seconds(wanted[i]))
+    for report in workers.run(order, _build_nth, count, limit=LIMIT, beat=beat):
+        if report.state == "done":
+            yield report.value
+        else:
+            why = f"does not compile: {report.value}"
+            yield Built(**facts_of(wanted[report.task]), violation=why)
 
 
-def _build_nth(index: int) -> Built:
+def _build_nth(index: int, say: Any) -> Built:
     return build(_wanted[index])

@@ -93,6 +93,7 @@ def bind(
             )
         )
         return recording.not_launchable
+    recording.binding(name)
     if follows and not driver_knows_followers():
         del options["launch_pdl"]  # its wait then returns at once
     if is_interpreted(kernel):

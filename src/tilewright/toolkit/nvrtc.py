@@ -266,6 +266,7 @@ def bind(
             recording.Request("cuda", kernel, (), (), flags, dynamic_shared=shared, source=source)
         )
         return recording.not_launchable
+    recording.binding(kernel)
     there = (t.get_device() for t in tensors if isinstance(t, torch.Tensor))
     index = next(there, None)
     if index is None:  # the tensors' device is the current one (`library` guards it)

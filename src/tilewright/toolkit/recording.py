@@ -3,17 +3,21 @@
 Inside `recording()`, `launch.bind` and `nvrtc.bind` append what they were asked for and return a
 callable that must not be called. `prepare` functions run unchanged on meta tensors, so the list of
 kernels and launch choices is read off the launchers themselves.
+
+Inside `listening()` kernels are compiled and launched as ever, and the listener hears the name of
+each before that: whoever waits for a call that does not end can say which kernels it is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 _requests: ContextVar[list[Request] | None] = ContextVar("tilewright_requests", default=None)
+_listeners: list[Callable[[str], None]] = []  # of the whole process: autograd has its own threads
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,21 @@ def recording() -> Iterator[list[Request]]:
         yield requests
     finally:
         _requests.reset(token)
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def binding(kernel: str) -> None:
+    """Tell the listeners that a kernel is about to be compiled, and then launched."""
+    for listener in _listeners:
+        listener(kernel)
 
 
 def not_launchable(*tensors: Any) -> None:

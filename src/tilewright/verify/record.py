@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
-IN_TURN = ("layouts", "in place", "nan")  # of which a quick run on a CPU takes a dtype each
+BY_CASE = ("cases", "layouts", "in place", "nan", "empty", "offsets")  # checks that --case narrows
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,20 @@ class Result:
     message: str = ""
     seed: int | None = None
 
+    @property
+    def line(self) -> str:
+        """Say what was run and what is wrong with it."""
+        why = self.message or f"error is {self.ratio:.2f} of its tolerance"
+        return f"{self.op} {self.backend} {self.check} {self.case} {self.dtype} {self.phase}: {why}"
+
     def repro(self, device: str) -> str:
         """The command that runs this one case again."""
         words = ["tilewright", "verify", self.op, "--device", device, "--only", self.check]
         words += ["--backend", self.backend]
-        if self.check == "cases":
-            words += ["--case", self.case]
+        if self.check in BY_CASE:
+            words += ["--case", self.case.removesuffix(", gradient")]
         if self.check == "launches":  # the last word is the launch
             words += ["--case", self.case.rpartition(" ")[0]]
-        if device == "cpu" and self.check in IN_TURN:
-            words += ["--full"]  # a quick run may not take this dtype
         if self.seed is not None:
             words += ["--seed", str(self.seed), "--cases", "1"]
         return shlex.join(words)

@@ -1,12 +1,13 @@
-"""Which checks run on which op and backend, one after another."""
+"""Which checks run on which op and backend, and running them in processes that may die."""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,19 +16,24 @@ import numpy as np
 import torch
 
 from tilewright.errors import InputError
+from tilewright.lab import costs, workers
+from tilewright.lab.draw import Piece
 from tilewright.ops import registry
+from tilewright.toolkit import recording
 from tilewright.verify import features
-from tilewright.verify.checks import CHECKS, GROUPS, Context, edge_cases
+from tilewright.verify.checks import CHECKS
 from tilewright.verify.compare import Verdict
+from tilewright.verify.context import Context, dtype_name
 from tilewright.verify.interpreter import without_repetition
 from tilewright.verify.record import Result
 
-# random cases per op and backend: (quick, full)
-RANDOM = {"cpu": (40, 500), "cuda": (200, 5000)}
+RANDOM = {"cpu": 500, "cuda": 5000}  # random cases per op and backend
 ONCE_PER_OP = ("errors",)
-SEEDED = ("random", "exact")
-BY_CASE = ("cases", "launches")
-PIECE = 50
+SEEDED = ("random", "exact", "features")  # whose parts are seeds
+PIECE = {"cpu": 5, "cuda": 50}  # seeds of one step
+LIMIT = {"cpu": 600.0, "cuda": 120.0}  # seconds without a word after which a step hangs
+
+Step = tuple[str, Context]  # a check, and the part of it that is wanted
 
 
 def backends_on(op_name: str, device: str) -> list[str]:
@@ -51,82 +57,145 @@ def plan(
     cases: int | None = None,
     seed: int = 0,
     case: str = "",
-) -> list[tuple[str, Context]]:
-    """(check, context) for every check to run; with a `case`, that edge case and nothing else."""
+) -> list[Step]:
+    """Return (check, context) for every part of every check; with a `case`, for that case alone."""
     for name in ops:
         _known(name, registry(), "op")
     for name in only:
         _known(name, CHECKS, "--only")
-    if case:
-        declared = [c for op in ops or registry() for c in registry()[op].cases]
-        names = dict.fromkeys(c.name for c in declared if c.group in GROUPS[device])
-        _known(case, names, "--case")
-        if set(only) - set(BY_CASE):
-            raise InputError(
-                f"verify: --case is for {' and '.join(BY_CASE)}; --only must name no other check."
-            )
-        only = only or ["cases"]
-    count = cases if cases is not None else RANDOM[device][full]
-    steps = []
+    if case and not only:
+        only = ["cases"]
+    count = cases if cases is not None else RANDOM[device]
+    steps: list[Step] = []
+    names: dict[str, None] = {}
     for name in ops or registry():
         op = registry()[name]
         served_by = [b for b in backends_on(name, device) if backend in (None, b)]
         for i, b in enumerate(served_by):
-            context = Context(op, b, device, full, count, seed, case)
+            context = Context(op, b, device, full, count, seed)
             for check in CHECKS:
                 if (only and check not in only) or (i and check in ONCE_PER_OP):
                     continue
-                steps += [(check, part) for part in _parts(check, context)]
+                parts = _parts(check, context)
+                names |= dict.fromkeys(part.case for part in parts if part.case)
+                steps += [(check, part) for part in parts if case in ("", part.case)]
+    if case and served_by_any(ops, device, backend):
+        _known(case, names, "--case")
     return steps
 
 
+def served_by_any(ops: Sequence[str], device: str, backend: str | None) -> bool:
+    return any(backend in (None, b) for op in ops or registry() for b in backends_on(op, device))
+
+
 def _parts(check: str, context: Context) -> list[Context]:
-    """Long checks in pieces, so that cores share them and a progress bar moves."""
-    if check == "launches" and context.op.tuning is None:
-        return []
-    if check in BY_CASE:
-        names = dict.fromkeys(case.name for case in edge_cases(context))
-        return [replace(context, case=name) for name in names]
-    if check not in (*SEEDED, "features"):
-        return [context]
-    count, piece = context.cases, PIECE
+    """Return the context of each part of a check: a case in a dtype, or some seeds."""
+    if check not in SEEDED:
+        parts = [(p.case, dtype_name(p.dtype)) for p in CHECKS[check].parts(context)]
+        # cases of one name are run together
+        return [replace(context, case=case, dtype=dtype) for case, dtype in dict.fromkeys(parts)]
+    count, piece = context.cases, PIECE[context.device]
     if check == "features":
         left = len(features.calls(context.op.name, context.device, context.backend)) - context.seed
-        count, piece = min(count, left), PIECE // 5
+        count, piece = min(count, left), piece // 5
+    elif check == "exact":
+        has = context.op.exact_inputs is not None and context.op.sample is not None
+        count = max(count // 2, 1) if has else 0
     return [
         replace(context, seed=context.seed + start, cases=min(piece, count - start))
         for start in range(0, count, piece)
     ]
 
 
-def run(
-    steps: Sequence[tuple[str, Context]], *, fail_fast: bool = False, workers: int = 1
-) -> Iterator[list[Result]]:
-    """Run the steps and yield each one's results; several workers share them.
+def pieces(steps: Sequence[Step]) -> list[Piece[Step]]:
+    """Return the steps as what a budget is drawn from: with a name, an op and their seconds."""
+    found = []
+    for step in steps:
+        estimate = costs.estimate(*costs_of(step))
+        name = name_of(step)
+        found.append(Piece(step, step[1].op.name, name, estimate.seconds, estimate.measured))
+    return found
 
-    Workers are forked on a CPU, which is quick, and spawned on a GPU, where a fork would inherit a
-    driver that does not work.
+
+def costs_of(step: Step) -> tuple[str, str, str]:
+    """Return where the table has a step's seconds: which table, which kind of step, which part."""
+    check, c = step
+    return f"verify on {c.device}", f"{c.op.name} {c.backend} {check}", f"{c.case} {c.dtype}"
+
+
+def name_of(step: Step) -> str:
+    """Return what tells a step from all others of a run."""
+    check, c = step
+    which = f"seed {c.seed} + {c.cases}" if check in SEEDED else f"{c.case} {c.dtype}".strip()
+    return f"{c.op.name} {c.backend} {check}, {which}"
+
+
+class Ended(list[Result]):
+    """The results of a step, which step it was, and how long it took."""
+
+    def __init__(self, step: Step, results: Sequence[Result], seconds: float = 0.0) -> None:
+        super().__init__(results)
+        self.step, self.seconds = step, seconds
+
+
+def run(
+    steps: Sequence[Step],
+    *,
+    fail_fast: bool = False,
+    count: int = 1,
+    apart: bool = False,
+    limit: float | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> Generator[Ended, None, None]:
+    """Run the steps and yield each one's results as it ends.
+
+    Several workers share them, and one works `apart` from this process, which a kernel that hangs
+    or crashes then leaves alone. Workers are forked on a CPU, which is quick; on a GPU a fork would
+    inherit a driver that does not work, so there a server without one forks them.
     """
     for _, context in steps[:1]:
         _interpreter_or_raise(context)
-    way = "fork" if steps and steps[0][1].device == "cpu" else "spawn"
-    if workers == 1 or way not in multiprocessing.get_all_start_methods():
+    ways = multiprocessing.get_all_start_methods()
+    device = steps[0][1].device if steps else "cpu"
+    way = "fork" if device == "cpu" else "forkserver" if "forkserver" in ways else "spawn"
+    if (count == 1 and not apart) or way not in ways:
         for step in steps:
+            began = time.perf_counter()
             results = run_step(step, fail_fast=fail_fast)
-            yield results
+            yield Ended(step, results, time.perf_counter() - began)
+            beat()
             if fail_fast and not all(r.passed for r in results):
                 return
         return
-    made = multiprocessing.get_context(way)
-    with ProcessPoolExecutor(workers, mp_context=made, initializer=_one_thread) as pool:
-        # what is not in pieces begins first, or one worker would end long after the others
-        first = sorted(steps, key=lambda step: step[0] in (*BY_CASE, "features", *SEEDED))
-        jobs = [pool.submit(_run_named, check, *c.by_name()) for check, c in first]
-        for done in as_completed(jobs):
-            yield done.result()
+    if way == "fork":
+        importlib.import_module("triton.runtime.interpreter")  # once, for all workers
+    # what takes longest begins first, or one worker would end long after the others
+    order = sorted(steps, key=lambda step: -costs.estimate(*costs_of(step)).seconds)
+    names = {(check, *c.by_name()): (check, c) for check, c in order}
+    reports = workers.run(
+        list(names),
+        _run_named,
+        count,
+        way=way,
+        limit=LIMIT[device] if limit is None else limit,
+        prepare=_prepare_worker,
+        preload=("tilewright.verify.runner", "triton"),
+        beat=beat,
+    )
+    for report in reports:
+        step = names[report.task]
+        has_results = report.state in ("done", "spent")
+        results = report.value if has_results else [_lost(step, report)]
+        yield Ended(step, results, report.seconds)
+        if fail_fast and not all(r.passed for r in results):
+            reports.close()
+            return
 
 
-def run_step(step: tuple[str, Context], *, fail_fast: bool = False) -> list[Result]:
+def run_step(
+    step: Step, *, fail_fast: bool = False, judged: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Return the results of a step; `judged` is called after each of them."""
     check, context = step
     # the interpreter computes on numpy, which warns of the NaN that masked lanes rightly hold; and
     # torch of CPUs without instructions for bfloat16
@@ -138,22 +207,47 @@ def run_step(step: tuple[str, Context], *, fail_fast: bool = False) -> list[Resu
         try:
             for result in CHECKS[check](context):
                 results.append(result)  # what came before an exception counts
+                judged()
                 if fail_fast and not result.passed:
                     break
         except Exception as e:
             broken = Verdict(message=f"raised {type(e).__name__}: {e}")
-            results.append(context.result(check, context.case, "", "", broken))
-    if context.device == "cuda":
-        torch.cuda.synchronize()  # a device error belongs to the check that caused it
+            results.append(context.result(check, context.case, context.dtype, "", broken))
     return results
 
 
-def _run_named(check: str, op: str, *rest: Any) -> list[Result]:
-    """A step by its op's name: a declaration holds functions and does not travel."""
-    return run_step((check, Context(registry()[op], *rest)))
+def _run_named(task: Any, say: Callable[[str], None]) -> list[Result]:
+    """Run a step by its op's name: a declaration holds functions and does not travel."""
+    check, op, *rest = task
+    context = Context(registry()[op], *rest)
+    kernels: list[str] = []
+
+    def hear(kernel: str) -> None:
+        kernels.append(kernel)
+        say(", ".join(dict.fromkeys(kernels)))
+
+    with recording.listening(hear):
+        results = run_step((check, context), judged=kernels.clear)
+    if context.device == "cuda":
+        try:
+            torch.cuda.synchronize()  # a device error belongs to the check that caused it
+        except RuntimeError as e:  # and makes every later call of this process fail
+            words = str(e).partition("\n")[0]
+            verdict = Verdict(message=f"left an error on the device: {words}")
+            broken = context.result(check, context.case, context.dtype, "", verdict)
+            raise workers.Spent([*results, broken]) from e
+    return results
 
 
-def _one_thread() -> None:
+def _lost(step: Step, report: workers.Report) -> Result:
+    """Return the failure of a step whose process hung or died."""
+    check, context = step
+    at = f" in {report.at}" if report.at else ""
+    verdict = Verdict(message=f"{report.value}{at}")
+    return context.result(check, context.case, context.dtype, "", verdict)
+
+
+def _prepare_worker() -> None:
     torch.set_num_threads(1)
 
 

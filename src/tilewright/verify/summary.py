@@ -44,8 +44,7 @@ def summarise(results: Sequence[Result], device: str) -> dict[str, Any]:
         ],
         "failures": [
             {
-                "line": f"{r.op} {r.backend} {r.check} {r.case} {r.dtype} {r.phase}: "
-                + (r.message or f"error is {r.ratio:.2f} of its tolerance"),
+                "line": r.line,
                 "repro": r.repro(device),
                 **r.as_dict(),
             }

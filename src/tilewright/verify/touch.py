@@ -37,8 +37,8 @@ from tilewright.ops import registry
 from tilewright.spec import FLOATS, Args, Case, Choice, Op, as_tuple, on_meta
 from tilewright.toolkit import recording
 from tilewright.verify import layouts
-from tilewright.verify.checks import Context, edge_cases
 from tilewright.verify.compare import with_leaves
+from tilewright.verify.context import Context, edge_cases
 from tilewright.verify.runner import backends_on
 
 

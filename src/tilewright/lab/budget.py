@@ -1,0 +1,16 @@
+"""How long each command may take: fixed wholes, declared here and shared among the ops there are.
+
+A whole is seconds of one core of the machine on which `seconds.json` was measured. What a run draws
+from its whole depends on the key and on these numbers alone, never on how fast a machine is.
+One more op makes the share of each op smaller, not the whole larger.
+"""
+
+from __future__ import annotations
+
+# command, and the device it runs on: seconds
+WHOLES: dict[tuple[str, str], float] = {
+    ("verify", "cpu"): 100.0,
+    ("verify", "cuda"): 300.0,
+    ("compile", "cpu"): 60.0,
+    ("tests", "cpu"): 120.0,
+}
