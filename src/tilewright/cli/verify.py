@@ -27,7 +27,7 @@ from tilewright.lab import stop
 
 app = typer.Typer()
 
-MOST_ON_A_GPU = 8  # processes: each has a driver's context of its own
+MOST_ON_A_GPU = 16  # processes: each has a driver's context of its own
 GPU_MEMORY_EACH = 4 * 2**30
 
 
@@ -70,23 +70,25 @@ def verify(
         fail("verify: --device is cuda and torch sees no GPU. Use --device cpu.")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in children
-    from tilewright.verify import plan
-
     if full and (draw is not None or budget is not None):
         fail("verify: --full takes every case, so there is nothing to draw. Leave one out.")
-    named = bool(case) or cases is not None or seed is not None  # then that is what runs
-    full = full or bool(case)
-    steps = or_exit(
-        lambda: plan(
-            ops or (), device=device, full=full, only=only or (), backend=backend,
-            cases=cases, seed=seed or 0, case=case,
-        )
-    )  # fmt: skip
-    _refuse_nothing(steps, ops, device, only, backend, case)
-    taken, drawn = (steps, None) if full or named else _draw(steps, device, draw, budget)
-    count = 1 if fail_fast else workers or _workers(device)
-    run = _Run(taken, len(steps), drawn, device, full, min(count, len(taken)))
-    code = run.work(fail_fast, limit, json_to)
+    with stop.stoppable(), Progress("verify") as progress:
+        progress.phase("planning")
+        from tilewright.verify import plan
+
+        named = bool(case) or cases is not None or seed is not None  # then that is what runs
+        full = full or bool(case)
+        steps = or_exit(
+            lambda: plan(
+                ops or (), device=device, full=full, only=only or (), backend=backend,
+                cases=cases, seed=seed or 0, case=case,
+            )
+        )  # fmt: skip
+        _refuse_nothing(steps, ops, device, only, backend, case)
+        taken, drawn = (steps, None) if full or named else _draw(steps, device, draw, budget)
+        count = 1 if fail_fast else workers or _workers(device)
+        run = _Run(taken, len(steps), drawn, device, full, min(count, len(taken)))
+        code = run.work(fail_fast, limit, json_to, progress)
     run.show(json_to)
     raise typer.Exit(code)
 
@@ -130,7 +132,7 @@ def _workers(device: str) -> int:
     import torch
 
     memory = torch.cuda.get_device_properties(0).total_memory
-    return max(1, min(MOST_ON_A_GPU, cores // 2, memory // GPU_MEMORY_EACH))
+    return max(1, min(MOST_ON_A_GPU, cores, memory // GPU_MEMORY_EACH))
 
 
 class _Run:
@@ -163,23 +165,24 @@ class _Run:
             **summary.summarise(self.results, self.device),
         }
 
-    def work(self, fail_fast: bool, limit: float | None, json_to: Path | None) -> int:
+    def work(
+        self, fail_fast: bool, limit: float | None, json_to: Path | None, progress: Progress
+    ) -> int:
         """Run the steps, keep the record as they end, and return the exit code."""
         from tilewright.lab.journal import Journal
         from tilewright.verify import run
 
         path = None if str(json_to) == "-" else json_to
-        with or_exit(lambda: Journal(path, self.record)) as journal, stop.stoppable():
+        with or_exit(lambda: Journal(path, self.record)) as journal:
             try:
-                with Progress("verify") as progress:
-                    progress.say(f"verify: {self._before()}")
-                    progress.phase("checks", len(self.steps))
-                    ended = run(
-                        self.steps, fail_fast=fail_fast, count=self.count,
-                        apart=self.device == "cuda", limit=limit, beat=journal.note,
-                    )  # fmt: skip
-                    for results in ended:
-                        self._take(results, progress)
+                progress.say(f"verify: {self._before()}")
+                progress.phase("checks", len(self.steps))
+                ended = run(
+                    self.steps, fail_fast=fail_fast, count=self.count,
+                    apart=self.device == "cuda", limit=limit, beat=journal.note,
+                )  # fmt: skip
+                for results in ended:
+                    self._take(results, progress)
             except KeyboardInterrupt as e:
                 self.ended_by = stop.word(e)
         if self.ended_by:

@@ -23,6 +23,8 @@ BEAT = 0.5  # seconds after which the parent looks up, whether a worker said som
 PATIENCE = 2.0  # seconds that a worker has to end by itself when there is nothing left to do
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
+inside = False  # whether this process is a worker, which may be lost
+
 Say = Callable[[str], None]
 Work = Callable[[Any, Say], Any]  # (task, say what it is at) -> result
 
@@ -181,6 +183,8 @@ def _serve(
     parent: int | None,
 ) -> None:
     """Work through what comes down the pipe; in the worker's process."""
+    global inside
+    inside = True
     die_with_parent(parent)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends this group

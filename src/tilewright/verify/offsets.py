@@ -8,6 +8,7 @@ A kernel that multiplies in 32 bits reads elsewhere or crashes; that is why a pr
 from __future__ import annotations
 
 import multiprocessing
+import time
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tilewright.verify.compare import random_like, same_bits, with_leaves
 
 ROWS, COLUMNS, STRIDE = 130, 64, 2**24
 SECONDS = 600
+TRIES, PAUSE = 20, 3.0  # where another process has the memory; seconds
 
 
 def sparse(values: torch.Tensor) -> torch.Tensor:
@@ -50,6 +52,23 @@ def wrong(name: str, backend: str, device: str, variant: int) -> str:
     finally:
         process.kill()
         process.join()
+
+
+def wrong_here(name: str, backend: str, device: str, variant: int) -> str:
+    """As `wrong`, in this process: on a GPU a wrong offset is an error that all later calls get.
+
+    Gigabytes are wanted for a moment, which another process may have just now.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            return compare(name, backend, device, variant)
+        except torch.OutOfMemoryError:
+            if not left:
+                raise
+            time.sleep(PAUSE)
+        finally:
+            torch.cuda.empty_cache()
+    raise AssertionError("unreachable")
 
 
 def _tell(tell: Any, *words: Any) -> None:

@@ -27,10 +27,10 @@ from tilewright.verify.context import Context, dtype_name
 from tilewright.verify.interpreter import without_repetition
 from tilewright.verify.record import Result
 
-RANDOM = {"cpu": 500, "cuda": 5000}  # random cases per op and backend
+RANDOM = {"cpu": (500, 500), "cuda": (200, 5000)}  # random cases: to draw from, and in full
 ONCE_PER_OP = ("errors",)
 SEEDED = ("random", "exact", "features")  # whose parts are seeds
-PIECE = {"cpu": 5, "cuda": 50}  # seeds of one step
+PIECE, LONG_PIECE = 5, 50  # seeds of one step, and of one in a full run on a GPU
 LIMIT = {"cpu": 600.0, "cuda": 120.0}  # seconds without a word after which a step hangs
 
 Step = tuple[str, Context]  # a check, and the part of it that is wanted
@@ -65,7 +65,7 @@ def plan(
         _known(name, CHECKS, "--only")
     if case and not only:
         only = ["cases"]
-    count = cases if cases is not None else RANDOM[device]
+    count = cases if cases is not None else RANDOM[device][full]
     steps: list[Step] = []
     names: dict[str, None] = {}
     for name in ops or registry():
@@ -94,7 +94,9 @@ def _parts(check: str, context: Context) -> list[Context]:
         parts = [(p.case, dtype_name(p.dtype)) for p in CHECKS[check].parts(context)]
         # cases of one name are run together
         return [replace(context, case=case, dtype=dtype) for case, dtype in dict.fromkeys(parts)]
-    count, piece = context.cases, PIECE[context.device]
+    count, piece = context.cases, PIECE
+    if context.full and context.device == "cuda":
+        piece = LONG_PIECE
     if check == "features":
         left = len(features.calls(context.op.name, context.device, context.backend)) - context.seed
         count, piece = min(count, left), piece // 5
