@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--max-seconds", type=float, default=3600.0, help="stop after so long")
+    parser.add_argument("--missing", action="store_true", help="only what has no number yet")
     parser.add_argument("--out", type=Path, default=FILE)
     options = parser.parse_args()
     if options.what == "verify":
@@ -64,6 +65,9 @@ def verified(options: Any) -> Iterator[Row]:
     from tilewright.verify import runner
 
     steps = runner.plan(options.ops, device=options.device, cases=SEEDS[options.device])
+    if options.missing:
+        known = runner.pieces(steps)
+        steps = [step for step, piece in zip(steps, known, strict=True) if not piece.measured]
     if options.device == "cuda":  # what is cut off by the clock is of all kinds
         steps.sort(key=lambda step: rank("", runner.name_of(step)))
     began = time.monotonic()
@@ -83,7 +87,7 @@ def compiled(options: Any) -> Iterator[Row]:
     wanted = sorted(matrix.reachable(options.ops), key=lambda w: rank("", w.key))
     seen: dict[tuple[str, int], int] = defaultdict(int)
     for one in wanted:
-        kind = f"{one.op} {one.backend} {one.request.technology}"
+        kind = f"{one.op} {one.backend}"
         seen[kind, one.sm] += 1
         if seen[kind, one.sm] <= BINARIES:
             began = time.perf_counter()

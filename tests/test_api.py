@@ -20,7 +20,7 @@ import tilewright
 import tilewright.functional
 from tilewright import ops
 from tilewright.errors import TilewrightError
-from tilewright.verify import checks
+from tilewright.verify import CHECKS, Context
 
 SRC = Path(tilewright.__file__).parents[1]
 FUNCTIONS = {name: getattr(tilewright.functional, name) for name in tilewright.functional.__all__}
@@ -190,8 +190,8 @@ def test_bad_inputs_raise_what_the_declaration_says(op: Any, bad: Any) -> None:
 
 @pytest.mark.parametrize("name", ops.registry())
 def test_verify_finds_the_same(name: str) -> None:
-    context = checks.Context(ops.registry()[name], "torch", "cpu", False, 0, 0)
-    results = list(checks.errors(context))
+    context = Context(ops.registry()[name], "torch", "cpu", False, 0, 0)
+    results = list(CHECKS["errors"](context))
     assert [r.message for r in results if not r.passed] == []
 
 

@@ -81,7 +81,7 @@ BY_TMA = """
 import torch, tilewright
 from tilewright import attending
 from tilewright.ops.attention import op, triton_backward_impl, triton_impl
-from tilewright.verify import Context, checks
+from tilewright.verify.context import Context, both_phases
 from tilewright.verify.interpreter import without_repetition
 
 taken = []
@@ -102,7 +102,7 @@ with without_repetition():
     for number, dims in enumerate(CALLS):
         taken.clear()
         args = context.inputs(dims, torch.float16, number)
-        for result in checks._both(context, "cases", str(dims), torch.float16, args, number):
+        for result in both_phases(context, "cases", str(dims), torch.float16, args, number):
             assert result.passed, (dims, result.phase, result.message, result.ratio)
         assert len(taken) >= 6, dims  # k and v; q and the gradient; k and v again
 

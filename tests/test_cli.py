@@ -153,11 +153,11 @@ MISUNDERSTOOD = {
     "no such check": ("verify relu --device cpu --only nonsense", ("--only", "layouts")),
     "a case for another check": (
         "verify relu --device cpu --case one-dim --only random",
-        ("--case", "--only"),
+        ("--case", "random", "--seed"),
     ),
     "no such case": ("verify relu --device cpu --case nonsense", ("--case", "one-dim")),
     "no such backend": ("verify relu --device cpu --backend nonsense", ("backend", "triton")),
-    "nothing to check": ("verify relu --device cpu --only large", ("verify", "nothing")),
+    "nothing to check": ("verify relu --device cpu --only large", ("--only is large", "relu")),
     "explain of no op": ("explain nonsense", ("op", "nonsense", "softmax")),
     "no such dtype": ("explain relu --dtype float99", ("--dtype", "float99")),
     "a dtype no kernel takes": ("explain relu --dtype int32", ("int32", "float16")),

@@ -12,7 +12,7 @@ from tilewright import fp8, gpu, ops
 from tilewright.ops.layer_norm_fp8 import cuda_impl as layer_norm
 from tilewright.ops.rms_norm_fp8 import cuda_impl as rms_norm
 from tilewright.toolkit import cuda_fp8, cuda_rows, recording
-from tilewright.verify.checks import GROUPS
+from tilewright.verify.context import GROUPS
 
 LAUNCHERS: dict[str, Any] = {"layer_norm_fp8": layer_norm, "rms_norm_fp8": rms_norm}
 PARAMETERS = {"layer_norm_fp8": 2, "rms_norm_fp8": 1}

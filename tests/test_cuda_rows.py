@@ -18,7 +18,7 @@ from tilewright.ops.rms_norm_swiglu import cuda_backward_impl as rms_norm_swiglu
 from tilewright.ops.rms_norm_swiglu import cuda_impl as rms_norm_swiglu
 from tilewright.ops.softmax import cuda_impl as softmax
 from tilewright.toolkit import cuda_rows, nvrtc
-from tilewright.verify.checks import GROUPS
+from tilewright.verify.context import GROUPS
 
 
 def pretend_gpu(sm: int = 90) -> Any:

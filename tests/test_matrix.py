@@ -7,7 +7,6 @@ import inspect
 import itertools
 import json
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -27,6 +26,7 @@ from tilewright.ops.matmul import launches
 from tilewright.toolkit import nvrtc, recording
 
 SOURCE = Path(__file__).parents[1] / "src"
+run = sys.modules["tilewright.matrix.run"]
 BUILD = sys.modules["tilewright.matrix.build"]  # whose name in the package is its function's
 
 
@@ -271,44 +271,49 @@ def test_keys_are_the_same_in_another_process(relu_75: list[Wanted]) -> None:
 # --- what to compile now -------------------------------------------------------------------------
 
 
-def select(wanted: list[Wanted], ledger: Ledger, sample: float, seed: int = 0) -> Any:
-    return matrix.select(wanted, ledger, sample, random.Random(seed))
+def seconds(wanted: list[Wanted]) -> float:
+    return sum(matrix.seconds_of(w) for w in wanted)
 
 
-def test_everything_is_compiled_when_nothing_is_known(relu_75: list[Wanted]) -> None:
-    now, known = select(relu_75, Ledger(None), 0.0)
-    assert (now, known) == (relu_75, [])
+def test_everything_is_compiled_without_a_budget(relu_75: list[Wanted]) -> None:
+    chosen = matrix.select(relu_75, Ledger(None), None, "a")
+    assert (chosen.now, chosen.known, chosen.left) == (relu_75, [], [])
 
 
-def test_what_changed_is_compiled_and_one_of_every_kernel_and_sm(everything: list[Wanted]) -> None:
-    new = {w.key for w in everything[::97]}
-    ledger = ledger_of(*(as_built(w) for w in everything if w.key not in new))
-    now, known = select(everything, ledger, 0.0)
-    compiled = {w.key for w in now}
-    assert new <= compiled
-    kernels = {(w.backend, w.kernel.partition("<")[0], w.sm) for w in everything}
-    assert {(w.backend, w.kernel.partition("<")[0], w.sm) for w in now} == kernels
-    assert len(now) <= len(new) + len(kernels)
-    assert len(now) + len(known) == len(everything)
-    assert not compiled & {b.key for b in known}
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5])
-def test_about_the_sampled_share_of_the_rest_is_compiled(
-    share: float, everything: list[Wanted]
+def test_what_changed_comes_first_and_the_rest_of_the_budget_looks_at_the_ledger(
+    everything: list[Wanted],
 ) -> None:
-    ledger = ledger_of(*(as_built(w) for w in everything))
-    fewest = len(select(everything, ledger, 0.0)[0])
-    now = len(select(everything, ledger, share)[0])
-    rest = len(everything) - fewest
-    assert now - fewest == pytest.approx(share * rest, rel=0.2)
-    assert len(select(everything, ledger, 1.0)[0]) == len(everything)
+    new = [w for w in everything if w.key in {w.key for w in everything[::397]}]
+    ledger = ledger_of(*(as_built(w) for w in everything if w not in new))
+    whole = seconds(new) + 20
+    chosen = matrix.select(everything, ledger, whole, "a")
+    compiled = {w.key for w in chosen.now}
+    assert {w.key for w in new} < compiled
+    assert whole <= chosen.seconds <= whole + max(matrix.seconds_of(w) for w in everything)
+    assert len(chosen.now) + len(chosen.known) == len(everything) and not chosen.left
+    assert not compiled & {b.key for b in chosen.known}
 
 
-def test_a_seed_selects_the_same_and_another_seed_another(everything: list[Wanted]) -> None:
+def test_what_is_new_has_a_budget_too_and_what_is_left_is_told(everything: list[Wanted]) -> None:
+    chosen = matrix.select(everything, Ledger(None), 15.0, "a")
+    assert 15 <= chosen.seconds <= 15 + max(matrix.seconds_of(w) for w in everything)
+    assert {w.op for w in chosen.now} == {w.op for w in everything}  # each op has its share
+    assert len(chosen.now) + len(chosen.left) == len(everything) and not chosen.known
+
+
+def test_a_key_selects_the_same_and_another_key_another(everything: list[Wanted]) -> None:
     ledger = ledger_of(*(as_built(w) for w in everything))
-    chosen = [[w.key for w in select(everything, ledger, 0.05, s)[0]] for s in (3, 3, 4)]
+    chosen = [[w.key for w in matrix.select(everything, ledger, 30, k).now] for k in "aab"]
     assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_the_ledger_knows_every_binary(everything: list[Wanted]) -> None:
+    """`tilewright compile --ledger results/compile --all --update` after a change to a kernel."""
+    known = Ledger(SOURCE.parent / "results" / "compile").known
+    versions = {b.compiler for b in known.values()}
+    left = [w for w in everything if w.key not in known]
+    left = [w for w in left if reach.compiler(w.request.technology) in versions]
+    assert not left, sorted({f"{w.op} {w.backend}" for w in left})
 
 
 # --- the ledger ----------------------------------------------------------------------------------
@@ -363,12 +368,11 @@ def compile_cli(*words: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_relu_compiles_and_an_edited_ledger_shows(tmp_path: Path) -> None:
-    """The representative part: every relu for the oldest SM and the one that is timed."""
-    words = ("relu", "--arch", "75", "--arch", "h200", "--ledger", str(tmp_path))
+    words = ("relu", "--arch", "h200", "--ledger", str(tmp_path), "--all")
     code, record, _ = compile_cli(*words, "--update", "--workers", "1")
     assert (code, record["violations"]) == (0, [])
-    assert record["sms"] == [75, 90]
-    assert record["compiled"] == record["binaries"] >= 48
+    assert (record["sms"], record["complete"], record["draw"]) == ([90], True, None)
+    assert record["compiled"] == record["binaries"] >= 24
     assert {row["kernel"] for row in record["kernels"]} == {"_relu", "_relu_backward"}
     (path,) = tmp_path.iterdir()
     entries = [Built(**json.loads(line)) for line in path.read_text().splitlines()]
@@ -377,7 +381,7 @@ def test_relu_compiles_and_an_edited_ledger_shows(tmp_path: Path) -> None:
     edited = dataclasses.replace(entries[0], registers=entries[0].registers + 1)
     Ledger(tmp_path).write([edited, *(b for b in entries[1:])])
     words = ("relu", "--arch", str(edited.sm), "--ledger", str(tmp_path))
-    code, record, said = compile_cli(*words, "--sample", "1.0", "--workers", "1")
+    code, record, said = compile_cli(*words, "--budget", "1000", "--workers", "1")
     assert code == 1
     (violation,) = record["violations"]
     assert violation.startswith(f"{edited.op} triton {edited.kernel} {edited.dtype} SM {edited.sm}")
@@ -388,15 +392,14 @@ def test_relu_compiles_and_an_edited_ledger_shows(tmp_path: Path) -> None:
 def test_known_binaries_are_not_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relu_75: list[Wanted]
 ) -> None:
-    def compiled(wanted: Any, workers: Any = None) -> Any:
+    def compiled(wanted: Any, *_: Any) -> Any:
         return iter([as_built(w) for w in wanted])
 
     monkeypatch.setattr(matrix, "run", compiled)
     Ledger(tmp_path).write(as_built(w) for w in relu_75)
     words = ["compile", "relu", "--arch", "75", "--ledger", str(tmp_path), "--json", "-"]
-    record = json.loads(CliRunner().invoke(app, [*words, "--sample", "0"]).stdout)
-    kernels = len({(w.backend, w.kernel) for w in relu_75})
-    assert (record["compiled"], record["known"]) == (kernels, len(relu_75) - kernels)
+    record = json.loads(CliRunner().invoke(app, [*words, "--budget", "0"]).stdout)
+    assert (record["compiled"], record["known"]) == (0, len(relu_75))
     record = json.loads(CliRunner().invoke(app, [*words, "--all"]).stdout)
     assert (record["compiled"], record["known"]) == (len(relu_75), 0)
 

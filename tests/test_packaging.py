@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import re
 import subprocess
 import sys
 import zipfile
@@ -70,7 +71,7 @@ def plain(requirement: str) -> str:
 
 
 def test_the_extras_are_those_the_messages_name(metadata: Message) -> None:
-    extras = {"cli", "cuda", "cute", "hf", "bench", "dev"}
+    extras = {"cli", "cuda", "bench", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     lines = metadata.get_all("Requires-Dist", [])
     for extra in extras:
@@ -91,3 +92,38 @@ def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
 
 def test_typing_marker_is_there(wheel: zipfile.ZipFile) -> None:
     assert "tilewright/py.typed" in wheel.namelist()
+
+
+def test_the_licence_is_in_the_wheel_and_named(wheel: zipfile.ZipFile, metadata: Message) -> None:
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    (name,) = [n for n in wheel.namelist() if n.endswith("/LICENSE")]
+    text = wheel.read(name).decode()
+    assert text == (REPOSITORY / "LICENSE").read_text() and text.startswith("MIT License")
+
+
+def test_every_extra_is_of_use(metadata: Message) -> None:
+    """A package that an extra installs is imported, or run, by something here."""
+    lines = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" in line]
+    named = {re.split(r"[\[<>=; ]", line)[0] for line in lines}
+    modules = {"cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings", "cuda-toolkit": "nvrtc"}
+    modules |= {"pytest-xdist": "-n auto", "pytest-timeout": "timeout"}
+    folders = [SOURCE, REPOSITORY / "tests"]
+    texts = [p.read_text() for folder in folders for p in folder.rglob("*.py")]
+    texts += [(REPOSITORY / "Makefile").read_text(), PROJECT.split("[tool.", 1)[1]]
+    for name in named - {"tilewright", "build", "hatchling", "hatch-fancy-pypi-readme"}:
+        word = modules.get(name, name)
+        assert any(word in text for text in texts), name
+
+
+def test_the_links_of_a_package_page_lead_out_of_it(metadata: Message) -> None:
+    """Each is absolute, below the repository's address, and what it names exists."""
+    text = str(metadata.get_payload())
+    (address,) = [u.split(", ")[1] for u in metadata.get_all("Project-URL", [])]
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) >= 15
+    raw = address.replace("https://github.com", "https://raw.githubusercontent.com")
+    for link in links:
+        start = f"{raw}/main/" if link.endswith(".svg") else f"{address}/blob/main/"
+        assert link.startswith(start), link
+        assert (REPOSITORY / link.removeprefix(start)).exists(), link

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -25,6 +26,7 @@ import torch
 
 from tilewright import compat as aliases
 from tilewright.attending import HEADS
+from tilewright.bench import tables
 from tilewright.bench.contest import (
     NO_NUMBER,
     SHORT,
@@ -37,6 +39,7 @@ from tilewright.bench.contest import (
 )
 from tilewright.bench.record import Record, Row, read
 from tilewright.bench.rivals import NAMES
+from tilewright.bench.standings import standings
 from tilewright.dims import meta_inputs, parse
 from tilewright.gpu import Gpu, known, pretend
 from tilewright.matrix import Ledger
@@ -775,11 +778,81 @@ def performance(found: Record) -> str:
     return _table(heads, rows)
 
 
+def families(root: Path) -> str:
+    """How each family of ops fares against the fastest rival of each case, over all suites."""
+    found = [r for name in MEASURED if (r := _bench(root, name))]
+    rows = []
+    for one in standings(_distinct([c for r in found for c in contests(r.rows)])):
+        first, rival = one.worst.first, one.worst.best_rival
+        dtype = SHORT.get(first.dtype, first.dtype)
+        what = f"`{first.op}` {first.phase}, {_shape(first.dims)}, {dtype}"
+        worst = f"{one.least:.2f} of {rival.contender if rival else NO_NUMBER}: {what}"
+        counts = (len(one.ratios), one.faster, one.level, one.slower)
+        rows.append((one.family, *map(str, counts), f"{one.mean:.2f}", worst))
+    if not rows:
+        return NOT_MEASURED
+    heads = ("family", "cases", "faster", "level", "slower", "geometric mean", "worst case")
+    return f"{_table(heads, rows)}\n\n{_environment(found[0].run)}."
+
+
 def pictures(root: Path) -> str:
-    """The README's pictures of results/h200/bench-model.jsonl, with what they say in words."""
-    drawn = _drawn_bench(root)
-    shown = [f"![{_alt(svg)}]({PICTURES.as_posix()}/{name})" for name, svg in drawn.items()]
-    return "\n\n".join(shown) or NOT_MEASURED
+    """The pictures of results/h200/bench-model.jsonl, with what they say in words."""
+    return "\n\n".join(_shown(root, PICTURES.name)) or NOT_MEASURED
+
+
+def picture(root: Path) -> str:
+    """The README's picture: ours against every rival."""
+    shown = _shown(root, PICTURES.as_posix())
+    return shown[0] if shown else NOT_MEASURED
+
+
+def _shown(root: Path, folder: str) -> list[str]:
+    return [f"![{_alt(svg)}]({folder}/{name})" for name, svg in _drawn_bench(root).items()]
+
+
+def machines(root: Path) -> str:
+    """Which SMs have records of runs, and how many binaries were compiled for each."""
+    folder = root / "results" / "h200"
+    run: dict[int, dict[str, None]] = defaultdict(dict)
+    for path in sorted(folder.glob("verify-*.json")):
+        facts = json.loads(path.read_text(encoding="utf-8"))["environment"]
+        run[facts.get("sm") or 0][facts["gpu"]] = None
+    ledger = Ledger(root / "results" / "compile")
+    compiled = Counter(b.sm for b in ledger.known.values())
+    if not compiled:
+        return NOT_MEASURED
+    rows = [
+        (f"SM {sm}", f"run on {', '.join(run[sm])}" if run[sm] else "compiled only, never run",
+         f"{count:,}")
+        for sm, count in sorted(compiled.items())
+    ]  # fmt: skip
+    return _table(("", "state", "binaries compiled"), rows)
+
+
+def run_on(root: Path) -> str:
+    """The same in a sentence."""
+    lines = [line.split(" | ") for line in machines(root).splitlines() if "SM " in line]
+    if not lines:
+        return NOT_MEASURED
+    ran = [f"{sm[2:]} ({state[7:]})" for sm, state, _ in lines if state.startswith("run on")]
+    only = [sm[5:] for sm, state, _ in lines if state.startswith("compiled only")]
+    return (
+        f"The kernels were run on {', '.join(ran)}. For SM {', '.join(only)} they were compiled "
+        "and never run."
+    )
+
+
+def printed(found: Record) -> str:
+    """What `tilewright bench` prints of one case."""
+    from rich.console import Console
+
+    shown = tables.case_tables(found.rows[: len(contests(found.rows)[0].rows)])
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(shown)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    text = "\n".join(line for line in lines if "unavailable" not in line).strip()
+    return f"```text\n{text}\n```"
 
 
 def _rivals(judged: Sequence[Contest]) -> list[str]:
@@ -971,6 +1044,12 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "ops": ops,
     "performance": _of_bench("bench-model", performance),
     "pictures": pictures,
+    "picture": picture,
+    "families": families,
+    "families-in-short": families,
+    "machines": machines,
+    "run-on": run_on,
+    "printed": _of_bench("bench-printed", printed),
     "host-cost": host_cost,
     "verified": verified,
     "compiled": compiled,
@@ -996,6 +1075,10 @@ REGIONS: dict[str, Callable[[Path], str]] = {
 }
 DOCUMENTS = (
     "README.md",
+    "docs/performance.md",
+    "docs/correctness.md",
+    "docs/host-cost.md",
+    "docs/machines.md",
     "docs/benchmarking.md",
     "docs/profiling.md",
     "docs/attention.md",

@@ -89,7 +89,7 @@ def plus_one(given: list[Piece[Any]], like: str, measured: bool) -> list[Piece[A
 @pytest.mark.parametrize("like", ["relu", "softmax", "rms_norm", "attention"])
 def test_one_more_op_makes_no_run_longer(like: str, measured: bool) -> None:
     """By the seconds that its pieces really take, which a new op's table does not know yet."""
-    given = pieces(plan(device="cpu", full=True))
+    given = pieces(plan(device="cpu"))
     whole = WHOLES["verify", "cpu"]
 
     def seconds(taken: Any) -> float:
@@ -114,7 +114,7 @@ def test_a_kind_that_was_never_measured_counts_as_the_slowest_of_its_like() -> N
 def test_every_op_is_measured() -> None:
     """scripts/measure_costs.py measures a new one."""
     for device in ("cpu", "cuda"):
-        ours = [p for p in pieces(plan(device=device, full=True)) if not p.measured]
+        ours = [p for p in pieces(plan(device=device)) if not p.measured]
         left = {p.name.split(",")[0] for p in ours if p.share in registry()}
         assert not left, (device, sorted(left))
 

@@ -28,6 +28,7 @@ from tilewright.cli.console import (
 from tilewright.cli.files import Csv, Html, Png, need, write_files
 from tilewright.cli.progress import Progress
 from tilewright.lab import stop
+from tilewright.lab.budget import WHOLES
 
 app = typer.Typer()
 
@@ -73,6 +74,10 @@ def bench(
     gpu: Annotated[
         str | None, typer.Option(help="Without a GPU: predict for this one (h200).")
     ] = None,
+    checks: Annotated[
+        bool,
+        typer.Option(help="Without a GPU: also check and compile the kernels of these cases."),
+    ] = True,
     csv: Csv = None,
     html: Html = None,
     png: Png = None,
@@ -100,7 +105,7 @@ def bench(
     if not timed:
         unused = [n for n, path in (("csv", csv), ("html", html), ("png", png)) if path]
         named = or_exit(lambda: gpus.pretend(gpu or "h200"))
-        _without_gpu(works, named, here is None, unused, json_to)
+        _without_gpu(works, named, here is None, unused, checks, json_to)
         return
     measured = "yardsticks" if yardsticks else "shapes" if shape else suite
     settings = {
@@ -251,55 +256,74 @@ def _baselines(text: str | None) -> tuple[str, ...] | None:
 
 
 def _without_gpu(
-    works: Sequence[Any], gpu: Any, none_here: bool, unused: list[str], json_to: Path | None
+    works: Sequence[Any],
+    gpu: Any,
+    none_here: bool,
+    unused: list[str],
+    checks: bool,
+    json_to: Path | None,
 ) -> None:
-    """What can be done without one: compile, check in the interpreter, predict."""
+    """What can be done without one: predict, and unless told not to, compile and check."""
     from tilewright.bench import predict
 
-    predictions = [predict.predict(work, gpu) for work in works]
-    checked, compiled = _checked(works), _compiled(works, gpu)
-    record = {
-        "timed": False,
-        "gpu": gpu.name,
-        "predictions": predict.as_dicts(predictions),
-        "verified": checked,
-        "compiled": compiled,
-    }
+    record: dict[str, Any] = {"timed": False, "gpu": gpu.name}
+    words, bad = [], False
+    try:
+        with stop.stoppable(), Progress("bench") as progress:
+            progress.phase("predicting", len(works))
+            predictions = []
+            for work in works:
+                predictions.append(predict.predict(work, gpu))
+                progress.at()
+            record["predictions"] = predict.as_dicts(predictions)
+            if checks:
+                progress.phase(f"compiling for SM {gpu.sm}")
+                record["compiled"] = _compiled(works, gpu)
+                progress.phase("checking in Triton's interpreter")
+                record["verified"] = _checked(works)
+                words = [record[name]["words"] for name in ("compiled", "verified")]
+                bad = bool(record["compiled"]["violations"] or record["verified"]["failures"])
+    except KeyboardInterrupt as e:
+        fail(f"bench: stopped by {stop.word(e)}; nothing was timed.", stop.CODES[stop.word(e)])
     emit(predict.table(predictions, gpu), record, json_to)
     where = errors if str(json_to) == "-" else console
     why = "there is no GPU here" if none_here else "a prediction was asked for"
-    no_file = f" No {' or '.join(unused)} file was written." if unused else ""
-    where.print(
-        f"Nothing was timed: {why}.{no_file} {compiled['words']}; {checked['words']}.",
-        soft_wrap=True,
-    )
-    raise typer.Exit(int(bool(checked["failures"] or compiled["violations"])))
+    said = [f"Nothing was timed: {why}."]
+    said += [f"No {' or '.join(unused)} file was written."] if unused else []
+    said += [f"{'; '.join(words)}."] if words else []
+    said += ["Next: on a machine with an NVIDIA GPU, `tilewright bench` measures these cases."]
+    where.print(" ".join(said), soft_wrap=True)
+    raise typer.Exit(int(bad))
 
 
 def _checked(works: Sequence[Any]) -> dict[str, Any]:
-    """A few random cases of each op in Triton's interpreter, in a process that starts that way."""
+    """A draw of each op's checks in Triton's interpreter, in a process that starts that way."""
     ops = list(dict.fromkeys(work.op.name for work in works))
-    words = ["verify", *ops, "--device", "cpu", "--only", "random", "--cases", "5", "--json", "-"]
+    words = ["verify", *ops, "--device", "cpu", "--json", "-"]
+    words += ["--budget", str(WHOLES["bench", "cpu"] / 2)]
     done = subprocess.run(
-        [sys.executable, "-m", "tilewright", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tilewright", *words], stdout=subprocess.PIPE, text=True, check=False
     )
     try:
         found = json.loads(done.stdout)
     except ValueError:
-        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"failures": 1, "words": f"verify failed: {told}"}
+        return {"failures": 1, "words": f"verify failed with exit code {done.returncode}"}
     count = sum(row["run"] for row in found["checks"])
     failures = len(found["failures"])
-    words_ = f"{count} random checks in Triton's interpreter, {failures} failed"
+    words_ = f"{count} results in Triton's interpreter, {failures} failed"
     return {"run": count, "failures": failures, "words": words_}
 
 
 def _compiled(works: Sequence[Any], gpu: Any) -> dict[str, Any]:
-    """The kernels of these cases, compiled for that SM."""
+    """A draw of the kernels of these cases, compiled for that SM."""
     from tilewright import matrix
+    from tilewright.lab import draw
 
     wanted = matrix.of_cases([(w.op, w.case, w.dtype) for w in works], gpu.sm)
-    built = list(matrix.run(wanted))
+    whole = WHOLES["bench", "cpu"] / 2
+    now = matrix.select(wanted, matrix.Ledger(None), whole, draw.key()).now
+    built = list(matrix.run(now))
     violations = [b.violation for b in built if b.violation]
-    words = f"{len(built)} kernels compiled for SM {gpu.sm}, {len(violations)} with a violation"
+    words = f"{len(built)} of {len(wanted)} kernels compiled for SM {gpu.sm}, "
+    words += f"{len(violations)} with a violation"
     return {"kernels": len(built), "violations": violations, "words": words}

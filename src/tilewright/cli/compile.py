@@ -120,15 +120,17 @@ class _Run:
                     progress.phase("asking the launchers", len(self.sms))
                     wanted: list[Any] = []
                     for one in matrix.reachable(self.ops, self.sms):
+                        if not wanted or one.sm != wanted[-1].sm:
+                            progress.at(what=f"asking the launchers, SM {one.sm}")
                         wanted.append(one)
-                        progress.at(self.sms.index(one.sm), f"asking the launchers for SM {one.sm}")
                     self.selected = matrix.select(wanted, self.ledger, self.whole, self.key)
                     now = self.selected.now
                     progress.say(f"compile: {self._before(len(wanted), workers)}")
-                    progress.phase("compiling", len(now))
+                    progress.phase("compiling", len(now), self.selected.seconds)
                     for built in matrix.run(now, workers, journal.note):
                         self.built.append(built)
-                        progress.at(what=f"{built.op} {built.backend}, SM {built.sm}")
+                        work = matrix.seconds_of(built)
+                        progress.at(what=f"{built.op} {built.backend}, SM {built.sm}", work=work)
             except KeyboardInterrupt as e:
                 self.ended_by = stop.word(e)
         if self.ended_by:

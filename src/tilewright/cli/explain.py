@@ -24,9 +24,14 @@ def doctor(arch: Arch = None, json_to: Json = None) -> None:
     findings = or_exit(lambda: doctor_room.examine(arch))
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[/]"}
+    alike: dict[tuple[str, ...], list[str]] = {}  # ops of which the same is to be said
     for f in findings:
-        fix = f"\n[bold]fix:[/] {escape(f.fix)}" if f.fix else ""
-        table.add_row(marks[f.state], f.what, escape(f.detail) + fix)
+        what = "op" if f.what.startswith("op ") else f.what
+        alike.setdefault((f.state, what, f.detail, f.fix), []).append(f.what.removeprefix("op "))
+    for (state, what, detail, fix), names in alike.items():
+        words = escape(detail) + (f"\n[bold]fix:[/] {escape(fix)}" if fix else "")
+        words += f": {', '.join(names)}" if what == "op" else ""
+        table.add_row(marks[state], "ops" if what == "op" else what, words)
     emit(table, [f.as_dict() for f in findings], json_to)
     raise typer.Exit(int(any(f.state == "fault" for f in findings)))
 

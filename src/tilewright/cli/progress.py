@@ -23,6 +23,7 @@ from rich.progress import (
 from tilewright.cli.console import errors
 
 EVERY = 4.0  # seconds between two lines of a log
+SOON = 1.5  # seconds before the first one: a mistake in the command line is said alone
 
 
 class Progress:
@@ -32,11 +33,12 @@ class Progress:
     descriptor itself: a process that is forked meanwhile inherits no lock of a stream.
     """
 
-    def __init__(self, command: str, *, quiet: bool = False) -> None:
-        self.command, self.quiet = command, quiet
+    def __init__(self, command: str) -> None:
+        self.command = command
         self.what, self.done, self.total = "starting", 0, 0
+        self.work, self.worked = 0.0, 0.0
         self._began = self._phase_began = time.monotonic()
-        self._said = 0.0
+        self._said = self._began - EVERY + SOON
         self._over = threading.Event()
         self._bar: Bar | None = None
         self._task: Any = None
@@ -49,22 +51,23 @@ class Progress:
             self._bar = Bar(*columns, *times, console=errors)
             self._bar.start()
             self._task = self._bar.add_task(self._shown, total=None)
-        elif not self.quiet:
-            self._say()
+        else:
             self._thread = threading.Thread(target=self._talk, daemon=True)
             self._thread.start()
         return self
 
-    def phase(self, what: str, total: int = 0) -> None:
-        """Begin a part of the work that has so many steps."""
+    def phase(self, what: str, total: int = 0, work: float = 0.0) -> None:
+        """Begin a part of the work that has so many steps, in all of so much work."""
         self.what, self.done, self.total = what, 0, total
+        self.work, self.worked = work, 0.0
         self._phase_began = time.monotonic()
         if self._bar is not None:
             self._bar.reset(self._task, description=self._shown, total=total or None)
 
-    def at(self, done: int | None = None, what: str = "") -> None:
-        """Tell how many steps are done, and which one is next."""
+    def at(self, done: int | None = None, what: str = "", work: float = 0.0) -> None:
+        """Tell how many steps are done, how much work the last was, and what the next one is."""
         self.done = self.done + 1 if done is None else done
+        self.worked += work
         self.what = what or self.what
         if self._bar is not None:
             self._bar.update(self._task, description=self._shown, completed=self.done)
@@ -106,9 +109,9 @@ class Progress:
         if self.total:
             line += f", {self.done} of {self.total}"
             phase = time.monotonic() - self._phase_began
-            if self.done and self.done < self.total and phase > EVERY:
-                left = phase / self.done * (self.total - self.done)
-                line += f", about {left:.0f} s left"
+            part = self.worked / self.work if self.work else self.done / self.total
+            if 0 < part < 1 and phase > EVERY:
+                line += f", about {phase / part * (1 - part):.0f} s left"
         _print(line)
         self._said = time.monotonic()
 

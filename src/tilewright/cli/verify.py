@@ -131,7 +131,7 @@ def _workers(device: str) -> int:
         return cores
     import torch
 
-    memory = torch.cuda.get_device_properties(0).total_memory
+    _, memory = torch.cuda.mem_get_info()
     return max(1, min(MOST_ON_A_GPU, cores, memory // GPU_MEMORY_EACH))
 
 
@@ -146,6 +146,7 @@ class _Run:
         self.steps, self.planned, self.drawn = steps, planned, drawn
         self.device, self.full, self.count = device, full, count
         self.results: list[Any] = []
+        self.work_of: dict[str, float] = {}  # seconds, by a step's name
         self.ran, self.ended_by = 0, ""
         self.started = time.perf_counter()
         self.environment = doctor.environment()
@@ -171,12 +172,14 @@ class _Run:
         """Run the steps, keep the record as they end, and return the exit code."""
         from tilewright.lab.journal import Journal
         from tilewright.verify import run
+        from tilewright.verify.runner import pieces
 
         path = None if str(json_to) == "-" else json_to
         with or_exit(lambda: Journal(path, self.record)) as journal:
             try:
                 progress.say(f"verify: {self._before()}")
-                progress.phase("checks", len(self.steps))
+                self.work_of = {p.name: p.seconds for p in pieces(self.steps)}
+                progress.phase("checks", len(self.steps), sum(self.work_of.values()))
                 ended = run(
                     self.steps, fail_fast=fail_fast, count=self.count,
                     apart=self.device == "cuda", limit=limit, beat=journal.note,
@@ -194,8 +197,10 @@ class _Run:
     def _take(self, results: Any, progress: Progress) -> None:
         self.results += results
         self.ran += 1
-        check, context = results.step
-        progress.at(what=f"{context.op.name} {context.backend} {check}")
+        from tilewright.verify.runner import name_of
+
+        name = name_of(results.step)
+        progress.at(what=name, work=self.work_of[name])
         for result in results:
             if not result.passed:
                 progress.say(f"failed {result.line}")

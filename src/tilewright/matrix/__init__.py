@@ -3,7 +3,7 @@
 from tilewright.matrix.build import Built, build
 from tilewright.matrix.ledger import Ledger
 from tilewright.matrix.reach import SMS, Wanted, known_ops, of_cases, reachable
-from tilewright.matrix.run import Selection, run, select
+from tilewright.matrix.run import Selection, run, seconds_of, select
 
 __all__ = [
     "SMS",
@@ -16,5 +16,6 @@ __all__ = [
     "of_cases",
     "reachable",
     "run",
+    "seconds_of",
     "select",
 ]

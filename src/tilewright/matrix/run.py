@@ -23,7 +23,7 @@ class Selection:
 
     def __init__(self, now: list[Wanted], known: list[Built], left: list[Wanted]) -> None:
         self.now, self.known, self.left = now, known, left
-        self.seconds = sum(_seconds(wanted) for wanted in now)
+        self.seconds = sum(seconds_of(wanted) for wanted in now)
 
 
 def select(wanted: Sequence[Wanted], ledger: Ledger, whole: float | None, key: str) -> Selection:
@@ -36,7 +36,7 @@ def select(wanted: Sequence[Wanted], ledger: Ledger, whole: float | None, key: s
     if whole is None:
         return Selection([w for w, _ in keyed], [], [])
     new = _drawn([w for w, entry in keyed if entry is None], whole, key)
-    spent = sum(_seconds(w) for w in new)
+    spent = sum(seconds_of(w) for w in new)
     again = _drawn([w for w, entry in keyed if entry is not None], whole - spent, key)
     now = {w.key for w in (*new, *again)}
     known = [entry for w, entry in keyed if entry is not None and w.key not in now]
@@ -47,13 +47,13 @@ def select(wanted: Sequence[Wanted], ledger: Ledger, whole: float | None, key: s
 def _drawn(wanted: Sequence[Wanted], whole: float, key: str) -> list[Wanted]:
     if not wanted or whole <= 0:
         return []
-    pieces = [Piece(w, w.op, w.key, _seconds(w)) for w in wanted]
+    pieces = [Piece(w, w.op, w.key, seconds_of(w)) for w in wanted]
     return [piece.item for piece in draw(pieces, whole, key, "compile", least=False)]
 
 
-def _seconds(wanted: Wanted) -> float:
-    kind = f"{wanted.op} {wanted.backend} {wanted.request.technology}"
-    return costs.estimate("compile", kind, str(wanted.sm)).seconds
+def seconds_of(one: Wanted | Built) -> float:
+    """Return about how long a binary takes to compile."""
+    return costs.estimate("compile", f"{one.op} {one.backend}", str(one.sm)).seconds
 
 
 def run(
@@ -70,7 +70,7 @@ def run(
         return
     _wanted[:] = wanted
     # what takes longest begins first, so that no core waits for another at the end
-    order = sorted(range(len(wanted)), key=lambda i: -_seconds(wanted[i]))
+    order = sorted(range(len(wanted)), key=lambda i: -seconds_of(wanted[i]))
     for report in workers.run(order, _build_nth, count, limit=LIMIT, beat=beat):
         if report.state == "done":
             yield report.value

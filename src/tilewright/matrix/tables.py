@@ -61,7 +61,7 @@ def table(record: dict[str, Any]) -> Any:
         f"compile matrix: {record['binaries']} binaries ({', '.join(record['compilers'])})\n"
         f"{record['compiled']} compiled now, {record['known']} known by hash, "
         f"{len(record['violations'])} violations\n"
-        "per SM: most registers of a thread, or how many binaries break a limit"
+        "per SM: registers of a thread, the most of any choice; 2! if two binaries break a limit"
     )
     shown = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     shown.add_column("op, backend", no_wrap=True)

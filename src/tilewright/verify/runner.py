@@ -79,12 +79,16 @@ def plan(
                 parts = _parts(check, context)
                 names |= dict.fromkeys(part.case for part in parts if part.case)
                 steps += [(check, part) for part in parts if case in ("", part.case)]
-    if case and served_by_any(ops, device, backend):
+    if case and not steps and (names or _has_backend(ops, device, backend)):
+        if not names:
+            raise InputError(
+                f"verify: --case is {case!r}; {' and '.join(only)} has seeds instead. Use --seed."
+            )
         _known(case, names, "--case")
     return steps
 
 
-def served_by_any(ops: Sequence[str], device: str, backend: str | None) -> bool:
+def _has_backend(ops: Sequence[str], device: str, backend: str | None) -> bool:
     return any(backend in (None, b) for op in ops or registry() for b in backends_on(op, device))
 
 
