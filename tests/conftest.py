@@ -22,6 +22,7 @@ import torch
 from tilewright.lab.budget import WHOLES
 from tilewright.lab.draw import Piece, draw, key
 
+PIECES = pytest.StashKey[list[Piece[pytest.Item]]]()
 STATUS = [0]
 
 
@@ -54,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "drawn(seconds): one of a family of tests, each of which takes about so long"
+        "markers", "drawn(seconds, family): one of a family of tests; about how long it takes"
     )
 
 
@@ -71,21 +72,21 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pieces(items: list[pytest.Item]) -> list[Piece[pytest.Item]]:
-    """The drawn tests among them; a family is a function with its parameters."""
+    """The drawn tests among them; a family has a name, or is a function with its parameters."""
     found = []
     for item in items:
         mark = item.get_closest_marker("drawn")
         if mark is not None:
-            family = item.nodeid.partition("[")[0]
+            family = mark.kwargs.get("family") or item.nodeid.partition("[")[0]
             found.append(Piece(item, family, item.nodeid, mark.kwargs["seconds"]))
     return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests whose turn it is not."""
+    every = config.stash[PIECES] = pieces(items)
     if not is_drawn_from(config):
         return
-    every = pieces(items)
     taken = draw(every, WHOLES["tests", "cpu"], config.option.draw or key(), "tests")
     left = {piece.name for piece in every} - {piece.name for piece in taken}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])

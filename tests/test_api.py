@@ -371,6 +371,7 @@ print("fine")
 """
 
 
+@pytest.mark.drawn(seconds=8.8, family="slow")
 def test_import_is_cheap_and_brings_no_compiler() -> None:
     python("import tilewright")  # writes what bytecode is not there yet
     outputs = [python(TIMED).splitlines() for _ in range(3)]
@@ -378,10 +379,12 @@ def test_import_is_cheap_and_brings_no_compiler() -> None:
     assert statistics.median(float(lines[0]) for lines in outputs) <= 0.3
 
 
+@pytest.mark.drawn(seconds=2.9, family="slow")
 def test_everything_works_on_a_cpu_without_triton_and_cuda() -> None:
     assert python(WITHOUT_TRITON).split() == ["cuda_v2", "fine"]
 
 
+@pytest.mark.drawn(seconds=3.0, family="slow")
 def test_import_and_first_calls_write_nothing(tmp_path: Path) -> None:
     """An import must work where nothing can be written, and leave nothing where it can."""
     home, work = tmp_path / "home", tmp_path / "work"

@@ -750,6 +750,7 @@ def test_its_loops_multiply_and_spill_nothing(
     assert selects[1] < 16 and selects[2] >= 64  # a thread has 64 scores of a tile
 
 
+@pytest.mark.drawn(seconds=8.6, family="slow")
 def test_packed_sequences_find_their_tiles_and_end_without_delay() -> None:
     """A counter that orders memory would empty L1; a stride of unknown divisors stores halves."""
     (case,) = (c for c in op.CASES if c.name == "16 skewed lengths causal")

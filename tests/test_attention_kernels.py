@@ -63,6 +63,7 @@ for name, value in tidy.items():
 """
 
 
+@pytest.mark.drawn(seconds=3.7, family="slow")
 def test_small_tensors_may_lie_loosely() -> None:
     """Slopes, sinks and lengths are read one after the other; random layouts seldom reach them."""
     interpret("-c", LOOSE)
@@ -137,6 +138,7 @@ with without_repetition():
 """
 
 
+@pytest.mark.drawn(seconds=3.7, family="slow")
 def test_large_calls_take_tma() -> None:
     """With their threshold at 0: what else verify calls here is too small."""
     interpret("-c", BY_TMA)
@@ -229,6 +231,7 @@ def test_only_packed_sequences_of_unequal_lengths_share_their_blocks(
     assert found.sequences == (len(lengths) if blocks > 157 else 0)
 
 
+@pytest.mark.drawn(seconds=5.4, family="slow")
 @pytest.mark.parametrize("last_first", [True, False])
 def test_each_tile_of_packed_sequences_has_one_slot(last_first: bool) -> None:
     """In the interpreter, of lengths around a tile's, with spare tokens on either side."""
@@ -257,6 +260,7 @@ for tokens in (120, 160, 250):
 """
 
 
+@pytest.mark.drawn(seconds=14, family="slow")
 def test_spare_tokens_change_nothing() -> None:
     """Behind the last border there may be more; no program takes them for a sequence's."""
     interpret("-c", SPARE)

@@ -220,6 +220,7 @@ def test_a_roof_beside_the_case_is_named_in_the_row() -> None:
     assert row.roof_us == pytest.approx(of.traffic.total / 4e6 + 1.0, rel=0.002)
 
 
+@pytest.mark.drawn(seconds=5, family="slow")
 def test_large_cases_are_timed_cold() -> None:
     of = subject("relu", (2048, 4096))  # 64 MiB
     row = measure(of, bench(of, {"eager": 40.0, "vendor": 40.0}))[0]
@@ -260,6 +261,7 @@ assert torch.allclose(y, want)
 """
 
 
+@pytest.mark.drawn(seconds=2.8, family="slow")
 def test_roof_kernels_do_the_work_they_are_paid_for() -> None:
     """In the interpreter: a roof that skips bytes or flops would make everybody look slow."""
     done = subprocess.run(

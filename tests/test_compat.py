@@ -199,6 +199,7 @@ print(tuple(tilewright.flash_attention_bhsd(q, q, q).shape))
 """
 
 
+@pytest.mark.drawn(seconds=3.6, family="slow")
 def test_in_the_interpreter_it_is_the_kernel() -> None:
     code = python(INTERPRETED, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert code == [TRITON, "fine"]

@@ -53,6 +53,7 @@ def plans(vec: int, n: int, gpu: Any) -> dict[str, cuda_rows.Plan | None]:
     }
 
 
+@pytest.mark.drawn(seconds=4.9, family="slow")
 @pytest.mark.parametrize("vec", [4, 8])
 def test_a_gpu_runs_every_binary_of_an_h200(vec: int) -> None:
     """verify and the sanitizers take the cases that are declared, and no others."""
@@ -147,6 +148,7 @@ def test_clusters_hold_what_no_block_does_and_only_where_there_are_some() -> Non
     assert "element by element" in str(softmax.refuses(pretend_gpu(90), meta(4, 65_537)))
 
 
+@pytest.mark.drawn(seconds=0.4, family="slow")
 @pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("vec", [4, 8])
 def test_no_length_below_the_longest_is_left_out(vec: int, sm: int) -> None:

@@ -34,6 +34,7 @@ from tilewright.verify.runner import backends_on
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "tilewright"
 README = ROOT / "README.md"
+USING = ROOT / "docs" / "using.md"
 GUIDE = ROOT / "docs" / "attention.md"
 NOTES = sorted(SRC.glob("ops/*/notes.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
@@ -450,6 +451,7 @@ def test_every_level_met_every_other_on_a_gpu() -> None:
         assert all(row["passed"] for row in record["features"])
 
 
+@pytest.mark.drawn(seconds=5.7, family="slow")
 def test_check_sees_drift_and_the_command_mends_it(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text("<!-- generated: ops -->\n<!-- end -->\n", encoding="utf-8")
@@ -527,6 +529,7 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     assert "61 s and 61 s" in shown
 
 
+@pytest.mark.drawn(seconds=4.3, family="slow")
 def test_a_picture_of_other_data_is_stale(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h200"
     folder.mkdir(parents=True)
@@ -678,6 +681,13 @@ def test_readme_has_a_python_block() -> None:
     assert blocks(README, "python")
 
 
+def test_the_readme_is_read_in_two_minutes() -> None:
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 150
+    assert sum(line.startswith("![") for line in lines) == 1
+    assert sum(line.startswith("| ") for line in lines) <= 30
+
+
 def test_the_guide_to_attention_keeps_its_word() -> None:
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     text = "\n".join(blocks(GUIDE, "python"))
@@ -696,7 +706,7 @@ def test_every_option_of_attention_is_in_its_guide() -> None:
 
 
 def test_explain_prints_what_the_readme_shows() -> None:
-    shown = [b for b in blocks(README, "console") if b.startswith("$ tilewright explain ")]
+    shown = [b for b in blocks(USING, "console") if b.startswith("$ tilewright explain ")]
     assert shown
     for block in shown:
         command, _, output = block.partition("\n")
@@ -818,7 +828,7 @@ def test_three_environment_variables_in_all() -> None:
     variables = set(re.findall(r"\bTILEWRIGHT_[A-Z_]+\b", text))
     assert variables == {"TILEWRIGHT_BACKEND", "TILEWRIGHT_CACHE_DIR", "TILEWRIGHT_TUNED"}
     assert variables == set(
-        re.findall(r"^\| `(TILEWRIGHT_\w+)` \|", README.read_text("utf-8"), re.M)
+        re.findall(r"^\| `(TILEWRIGHT_\w+)` \|", USING.read_text("utf-8"), re.M)
     )
 
 
@@ -834,7 +844,7 @@ def test_nothing_opens_a_network_connection() -> None:
 
 def test_the_autocast_table() -> None:
     table = dict(
-        re.findall(r"^\| `(\w+)` \| (the input's|float32) \|$", README.read_text("utf-8"), re.M)
+        re.findall(r"^\| `(\w+)` \| (the input's|float32) \|$", USING.read_text("utf-8"), re.M)
     )
     x = torch.randn(2, 8, dtype=torch.float16)
     calls = {
@@ -860,6 +870,7 @@ def test_the_changelog_begins_with_what_is_unreleased() -> None:
     assert headings[0] == "Unreleased"
 
 
+@pytest.mark.drawn(seconds=6.5, family="slow")
 def test_a_picture_that_says_something_else_is_stale(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "results" / "h200", tmp_path / "results" / "h200")
     shutil.copytree(ROOT / readme.PICTURES, tmp_path / readme.PICTURES)

@@ -116,6 +116,7 @@ def test_every_tool_watches_every_part(
         )
 
 
+@pytest.mark.drawn(seconds=0.75, family="slow")
 @pytest.mark.parametrize(
     ("how", "told"),
     [

@@ -320,6 +320,7 @@ def _outputs_and_grads(f: Callable[[torch.Tensor], Any], x: torch.Tensor) -> lis
     return [*outputs, *(g for g in grads if g is not None)]
 
 
+@pytest.mark.drawn(seconds=0.4, family="slow")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager_in_one_graph(name: str) -> None:
     """fullgraph forbids graph breaks; shapes of one rank share one graph, forward and backward."""
@@ -375,6 +376,7 @@ class _Norm(torch.nn.Module):
         return self.call(x, self.weight)
 
 
+@pytest.mark.drawn(seconds=0.55, family="slow")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize(

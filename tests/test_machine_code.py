@@ -98,6 +98,7 @@ def test_nothing_is_found_in_nothing() -> None:
     assert unwritten("") == []
 
 
+@pytest.mark.drawn(seconds=6.6, family="slow")
 def test_a_binary_with_such_a_path_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     gluon = next(b for b in op.OP.backends if b.name == "gluon")
     alone = replace(op.OP, backends=(gluon,), autograd=None)

@@ -385,6 +385,7 @@ assert torch.equal(tilewright.matmul(far.t(), b, backend="triton"), columns)
 """
 
 
+@pytest.mark.drawn(seconds=3.8, family="slow")
 def test_rows_of_b_may_lie_far_apart() -> None:
     """verify's check of offsets moves the rows of a."""
     interpret(FAR_B)
@@ -401,6 +402,7 @@ for block in ((16, 16, 16), (64, 16, 32), (16, 128, 64), (128, 32, 128)):
 """
 
 
+@pytest.mark.drawn(seconds=4.8, family="slow")
 def test_blocks_that_are_asked_for() -> None:
     interpret(BLOCKS)
 

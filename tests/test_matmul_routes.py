@@ -713,6 +713,7 @@ assert torch.equal(tilewright.matmul(far_rows, b, backend="skinny"), columns)
 """
 
 
+@pytest.mark.drawn(seconds=3.2, family="slow")
 def test_rows_of_b_may_lie_far_apart_for_few_rows_too() -> None:
     interpret(FAR)
 
@@ -751,6 +752,7 @@ for columns in (64, 128):
 """
 
 
+@pytest.mark.drawn(seconds=7.2, family="slow")
 def test_splits_give_the_bits_of_one() -> None:
     interpret(SPLITS)
 
@@ -778,6 +780,7 @@ for count in (1, 7, 32, 264, 2**24 - 1, 2**24):
 """
 
 
+@pytest.mark.drawn(seconds=4.3, family="slow")
 def test_parts_along_k_are_even_and_miss_nothing(tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # Triton reads a kernel's text from its file
     program.write_text(PARTS)
@@ -803,6 +806,7 @@ else:
 """
 
 
+@pytest.mark.drawn(seconds=4.7, family="slow")
 def test_rows_around_the_tiles() -> None:
     interpret(ROWS)
 

@@ -257,6 +257,7 @@ def test_a_cuda_key_changes_with_source_flags_and_shared_memory(cuda_90: Wanted)
     assert len(keys) == 6
 
 
+@pytest.mark.drawn(seconds=3.5, family="slow")
 def test_keys_are_the_same_in_another_process(relu_75: list[Wanted]) -> None:
     code = (
         "from tilewright import matrix\nprint(*(w.key for w in matrix.reachable(['relu'], [75])))"
@@ -283,8 +284,8 @@ def test_everything_is_compiled_without_a_budget(relu_75: list[Wanted]) -> None:
 def test_what_changed_comes_first_and_the_rest_of_the_budget_looks_at_the_ledger(
     everything: list[Wanted],
 ) -> None:
-    new = [w for w in everything if w.key in {w.key for w in everything[::397]}]
-    ledger = ledger_of(*(as_built(w) for w in everything if w not in new))
+    new, keys = everything[::397], {w.key for w in everything[::397]}
+    ledger = ledger_of(*(as_built(w) for w in everything if w.key not in keys))
     whole = seconds(new) + 20
     chosen = matrix.select(everything, ledger, whole, "a")
     compiled = {w.key for w in chosen.now}
@@ -367,6 +368,7 @@ def compile_cli(*words: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.drawn(seconds=8, family="slow")
 def test_relu_compiles_and_an_edited_ledger_shows(tmp_path: Path) -> None:
     words = ("relu", "--arch", "h200", "--ledger", str(tmp_path), "--all")
     code, record, _ = compile_cli(*words, "--update", "--workers", "1")
@@ -450,6 +452,7 @@ __global__ void hungry(float* y, const float* x) {
 """
 
 
+@pytest.mark.drawn(seconds=3.1, family="slow")
 def test_flags_reach_the_compiler_and_a_spill_is_a_violation(
     cuda_90: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +466,7 @@ def test_flags_reach_the_compiler_and_a_spill_is_a_violation(
     assert "spills" in violation
 
 
+@pytest.mark.drawn(seconds=5.6, family="slow")
 def test_a_triton_kernel_that_spills_is_a_violation(
     everything: list[Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -555,6 +555,7 @@ for i in range(50):
 """
 
 
+@pytest.mark.drawn(seconds=5.4, family="slow")
 def test_processes_share_one_entry(home: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: run_python(HAMMER), range(4)))

@@ -79,7 +79,7 @@ def test_the_extras_are_those_the_messages_name(metadata: Message) -> None:
 
 
 def test_version_and_python_are_stated_once(metadata: Message) -> None:
-    assert 'dynamic = ["version"]' in PROJECT
+    assert 'dynamic = ["version", "readme"]' in PROJECT
     assert metadata["Version"] == tilewright.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["Name"] == "tilewright"

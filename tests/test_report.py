@@ -105,6 +105,7 @@ def cells(text: str) -> list[dict[str, str]]:
 # --- the page ------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(seconds=8.2, family="slow")
 def test_the_page_asks_nobody_for_anything(page: str) -> None:
     assert not re.search(r"https?://|\bsrc=|@import|url\((?!#)", page)
     found = Elements(page)
@@ -317,6 +318,7 @@ def test_a_digest_outlives_the_file(record: Record, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.drawn(seconds=4.3, family="slow")
 def test_no_word_is_cut_off(record: Record) -> None:
     """Not even where a reader's font is wider than ours. With long names and few rivals a heatmap
     is narrow, and its key is the widest thing in it."""

@@ -127,6 +127,7 @@ def test_within_one_rounding_of_the_models_own(name: str, dtype: torch.dtype, ba
     given.hold((*(o.detach() for o in outputs), *grads))
 
 
+@pytest.mark.drawn(seconds=5.5, family="slow")
 def test_the_kernel_is_within_one_rounding_of_the_models_own(tmp_path: Path) -> None:
     """Not in bfloat16: there the interpreter truncates where a GPU rounds."""
     examples = [example(m, d) for m in MODELS.values() for d in (torch.float32, torch.float16)]

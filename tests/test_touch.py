@@ -63,6 +63,7 @@ for n in (64, 60, 64, 2000):
 """
 
 
+@pytest.mark.drawn(seconds=9.4, family="slow")
 def test_touch_asks_for_every_binary_once() -> None:
     """What a sanitizer watches; in the interpreter, where a binary is a launch choice."""
     ops = [name for name in registry() if "triton" in backends_on(name, "cuda")]

@@ -66,6 +66,7 @@ def verify(*words: str, folder: Path) -> tuple[int | None, dict[str, Any]]:
 BACKENDS = [(op, backend) for op in OPS for backend in backends_on(op, "cpu")]
 
 
+@pytest.mark.drawn(seconds=6, family="slow")
 def test_a_full_run_gives_every_result_that_is_declared(tmp_path: Path) -> None:
     code, report = verify("relu", "--full", "--cases", "20", folder=tmp_path)
     assert (code, [f["line"] for f in report["failures"]]) == (0, [])
@@ -95,6 +96,7 @@ def test_a_full_run_gives_every_result_that_is_declared(tmp_path: Path) -> None:
     assert seen == {"float32", "float16", "bfloat16"}
 
 
+@pytest.mark.drawn(seconds=4, family="slow")
 def test_every_launch_is_run(tmp_path: Path) -> None:
     words = ("matmul", "--backend", "skinny", "--only", "launches", "--full")
     code, report = verify(*words, folder=tmp_path)
@@ -187,6 +189,7 @@ def test_what_a_cpu_runs_is_small() -> None:
             assert rows <= 5_000 and math.prod(case.dims["shape"]) <= 400_000, (op, case.name)
 
 
+@pytest.mark.drawn(seconds=3, family="slow")
 def test_a_case_alone(tmp_path: Path) -> None:
     """One that a quick run leaves out as well: what failed in a full run is run again so."""
     code, report = verify("rms_norm", "--case", "wide-odd", folder=tmp_path)
@@ -536,6 +539,7 @@ def test_one_seed_gives_one_result(tmp_path: Path) -> None:
     assert reports[0]["numerics"] == reports[1]["numerics"] != []
 
 
+@pytest.mark.drawn(seconds=4.5, family="slow")
 def test_the_interpreter_repeats_less_to_the_same_effect() -> None:
     script = (
         "from contextlib import nullcontext\n"

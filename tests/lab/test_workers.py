@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ def work(task: Any, say: Any) -> Any:
             time.sleep(0.2)
             say("still at it")
     if kind == "die":
+        faulthandler.disable()
         os.kill(os.getpid(), signal.SIGSEGV)
     if kind == "leave":
         os._exit(3)

@@ -16,6 +16,8 @@ import typer
 from rich.markup import escape
 
 from tilewright.cli.console import (
+    Budget,
+    Draw,
     Json,
     Ops,
     console,
@@ -27,13 +29,13 @@ from tilewright.cli.console import (
 )
 from tilewright.cli.files import Csv, Html, Png, need, write_files
 from tilewright.cli.progress import Progress
-from tilewright.lab import stop
+from tilewright.lab import costs, stop
 from tilewright.lab.budget import WHOLES
 
 app = typer.Typer()
 
 RECORDS = Path("out/bench")
-SECONDS_EACH = 8.0  # of a case with all rivals, cold caches (H200, 2026-11)
+SLOWER = 2  # how many times as long a case of another suite takes as one of the quick one
 
 
 @app.command()
@@ -46,6 +48,11 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option(help="k=v,... instead of a suite: 2048x4096,casting=llama.")
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every case of the quick suite, not what is drawn.")
+    ] = False,
+    draw: Draw = None,
+    budget: Budget = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or several: bf16,fp16.")] = "bf16",
     mode: Annotated[str, typer.Option(help="fwd, bwd or fwd,bwd.")] = "fwd",
     backends: Annotated[str | None, typer.Option(help="Only these of ours: triton,cuda.")] = None,
@@ -92,6 +99,10 @@ def bench(
     works = or_exit(lambda: suites.plan(ops or (), suite, shape or (), _words(dtype), _words(mode)))
     wish = or_exit(lambda: Wish(_backends(backends, pair, works), _baselines(baselines)))
     need(("matplotlib", "jinja2"), html, png)
+    if suite == "quick" and not (shape or full or yardsticks):
+        works = _drawn(works, draw, budget)
+    elif draw is not None or budget is not None:
+        fail("bench: --draw and --budget are for the quick suite, without --full or --shape.")
     if not works:
         fail("bench: nothing to measure: no case of these ops fits.", 1)
     here = gpus.detect()
@@ -119,6 +130,19 @@ def bench(
     raise typer.Exit(_bench_code(result, strict))
 
 
+def _drawn(works: Sequence[Any], draw: str | None, budget: float | None) -> list[Any]:
+    """The cases of the quick suite whose turn it is; with few ops, all of them."""
+    from tilewright.bench import suites
+    from tilewright.lab.draw import key
+
+    whole, named = WHOLES["bench", "cuda"] if budget is None else budget, draw or key()
+    taken = suites.drawn(works, whole, named)
+    if len(taken) < len(works):
+        words = f"bench: {len(taken)} of {len(works)} cases, drawn by --draw {named}; --full: all"
+        errors.print(words, markup=False, highlight=False, soft_wrap=True)
+    return taken
+
+
 def _jobs(works: Sequence[Any], wish: Any, gpu: Any) -> list[Any]:
     from tilewright.bench import subject
     from tilewright.bench.run import Job
@@ -137,6 +161,11 @@ def _yardsticks() -> list[Any]:
     return [Job.of(subject) for subject in yardsticks.subjects()]
 
 
+def _seconds(job: Any) -> float:
+    op, _, _, phase = job.key
+    return costs.estimate("bench on cuda", f"{op} {phase}").seconds
+
+
 def _measure(
     jobs: Sequence[Any],
     gpu: Any,
@@ -150,7 +179,9 @@ def _measure(
     resumed = or_exit(lambda: running.to_resume(out, gpu, settings)) if resume else None
     path = resumed.path if resumed else running.new_path(out, gpu)
     with stop.stoppable(), Progress("bench") as progress:
-        progress.say(f"bench: {len(jobs)} cases, about {duration(SECONDS_EACH * len(jobs))}")
+        each = 1 if settings["suite"] == "quick" else SLOWER
+        about = duration(each * sum(_seconds(job) for job in jobs))
+        progress.say(f"bench: {len(jobs)} cases, about {about}")
         progress.phase("measuring roofs", len(jobs))
         result = running.run(
             jobs,

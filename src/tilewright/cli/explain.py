@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from tilewright.cli.console import Json, emit, or_exit
+from tilewright.cli.progress import Progress
 
 app = typer.Typer()
 
@@ -21,7 +22,9 @@ def doctor(arch: Arch = None, json_to: Json = None) -> None:
     """What is installed, what does not fit together, what each op would run on here."""
     from tilewright import doctor as doctor_room
 
-    findings = or_exit(lambda: doctor_room.examine(arch))
+    with Progress("doctor") as progress:
+        progress.phase("looking around")
+        findings = or_exit(lambda: doctor_room.examine(arch))
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[/]"}
     alike: dict[tuple[str, ...], list[str]] = {}  # ops of which the same is to be said

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from tilewright.cli.console import console, fail, writable
+from tilewright.cli.progress import Progress
 
 
 def file_option(option: str, what: str, suffix: str = "") -> Any:
@@ -33,9 +34,14 @@ def write_files(found: Any, csv: Path | None, html: Path | None, png: Path | Non
     """Write the optional CSV, HTML and PNG files."""
     if csv is None and html is None and png is None:
         return
+    with Progress("report") as progress:
+        progress.phase("drawing")
+        _write(found if isinstance(found, list) else [found], csv, html, png)
+
+
+def _write(records: Sequence[Any], csv: Path | None, html: Path | None, png: Path | None) -> None:
     from tilewright.bench import report as room
 
-    records = found if isinstance(found, list) else [found]
     if csv is not None and str(csv) == "-":
         print(room.csv_text(records), end="")
     elif csv is not None:

@@ -91,7 +91,7 @@ class Progress:
             self._bar.stop()
         elif self._thread is not None:
             self._thread.join(1.0)
-            if kind is None:
+            if kind is None and self.total:
                 self._say()
 
     @property

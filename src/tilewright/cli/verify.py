@@ -182,7 +182,7 @@ class _Run:
                 progress.phase("checks", len(self.steps), sum(self.work_of.values()))
                 ended = run(
                     self.steps, fail_fast=fail_fast, count=self.count,
-                    apart=self.device == "cuda", limit=limit, beat=journal.note,
+                    apart=True, limit=limit, beat=journal.note,
                 )  # fmt: skip
                 for results in ended:
                     self._take(results, progress)
