@@ -19,6 +19,7 @@ from typing import IO, Any
 from tilewright.errors import InputError
 
 EVERY = 2.0  # seconds between two states on disk
+RARELY = 20.0  # a state that takes long to write is written so many times as rarely
 
 
 class Journal:
@@ -31,22 +32,24 @@ class Journal:
     def __init__(self, path: Path | None, state: Callable[[], Any], option: str = "--json") -> None:
         self.path, self.state, self.option = path, state, option
         self._lock = None if path is None else lock(path, option)
-        self._written = 0.0
+        self._written, self._pause = 0.0, EVERY
 
     def __enter__(self) -> Journal:
         return self
 
     def note(self) -> None:
         """Keep the state as it is now, unless that was done a moment ago."""
-        if time.monotonic() - self._written >= EVERY:
+        if time.monotonic() - self._written >= self._pause:
             self.keep()
 
     def keep(self) -> None:
         """Keep the state as it is now."""
         if self.path is not None:
+            began = time.monotonic()
             with contextlib.suppress(InputError):
                 write(self.path, self.state(), self.option)
             self._written = time.monotonic()
+            self._pause = max(EVERY, RARELY * (self._written - began))
 
     def __exit__(self, *_: object) -> None:
         try:
