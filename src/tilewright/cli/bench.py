@@ -91,9 +91,11 @@ def bench(
     json_to: Json = None,
 ) -> None:
     """Time every kernel beside whatever a user would pick instead, under measured roofs."""
-    from tilewright import gpu as gpus
-    from tilewright.bench import suites
-    from tilewright.bench.subject import Wish
+    with Progress("bench") as progress:
+        progress.phase("getting ready")
+        from tilewright import gpu as gpus
+        from tilewright.bench import run, suites  # noqa: F401 (torch.compile, Triton: seconds)
+        from tilewright.bench.subject import Wish
 
     pair = _pair(head_to_head)
     works = or_exit(lambda: suites.plan(ops or (), suite, shape or (), _words(dtype), _words(mode)))
@@ -178,7 +180,7 @@ def _measure(
 
     resumed = or_exit(lambda: running.to_resume(out, gpu, settings)) if resume else None
     path = resumed.path if resumed else running.new_path(out, gpu)
-    with stop.stoppable(), Progress("bench") as progress:
+    with stop.stoppable(), Progress("bench", soon=0.0) as progress:
         each = 1 if settings["suite"] == "quick" else SLOWER
         about = duration(each * sum(_seconds(job) for job in jobs))
         progress.say(f"bench: {len(jobs)} cases, about {about}")

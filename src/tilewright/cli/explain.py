@@ -22,7 +22,7 @@ def doctor(arch: Arch = None, json_to: Json = None) -> None:
     """What is installed, what does not fit together, what each op would run on here."""
     from tilewright import doctor as doctor_room
 
-    with Progress("doctor") as progress:
+    with Progress("doctor", soon=0.0) as progress:
         progress.phase("looking around")
         findings = or_exit(lambda: doctor_room.examine(arch))
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)

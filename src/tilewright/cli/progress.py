@@ -33,12 +33,12 @@ class Progress:
     descriptor itself: a process that is forked meanwhile inherits no lock of a stream.
     """
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, *, soon: float = SOON) -> None:
         self.command = command
         self.what, self.done, self.total = "starting", 0, 0
         self.work, self.worked = 0.0, 0.0
         self._began = self._phase_began = time.monotonic()
-        self._said = self._began - EVERY + SOON
+        self._said = self._began - EVERY + soon
         self._over = threading.Event()
         self._bar: Bar | None = None
         self._task: Any = None
@@ -52,6 +52,8 @@ class Progress:
             self._bar.start()
             self._task = self._bar.add_task(self._shown, total=None)
         else:
+            if self._said <= self._began - EVERY:
+                self._say()
             self._thread = threading.Thread(target=self._talk, daemon=True)
             self._thread.start()
         return self
