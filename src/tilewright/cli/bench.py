@@ -219,6 +219,12 @@ def _show(result: Any, pair: tuple[str, str] | None, json_to: Path | None) -> No
             style="yellow",
         )
     where.print(f"[dim]record: {escape(str(result.path))}[/]", soft_wrap=True)
+    if not result.left:
+        where.print(
+            "Next: `tilewright report RECORD --html report.html` draws it, `tilewright compare` "
+            "holds two against each other.",
+            soft_wrap=True,
+        )
 
 
 def _bench_code(result: Any, strict: bool) -> int:
