@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # NumPy 2.4 breaks the interpreter of Triton 3.6; set by `make oldest`.
 EXTRA ?=
 DRAW ?=
-# Seconds of one core for `verify`, beside the declared budget; set by .ci/run.
+# Another budget for `verify` than the declared one; set by .ci/run.
 VERIFY ?=
 # The oldest SM, the one we run on and the newest.
 MATRIX := --arch 75 --arch 90 --arch 120 --ledger results/compile $(DRAW)
@@ -30,7 +30,7 @@ bench: setup
 	$(BIN)/tilewright doctor
 	$(BIN)/tilewright verify --quick $(DRAW) --json $(OUT)/verify.json
 	$(BIN)/tilewright compile $(MATRIX) --json $(OUT)/compile.json
-	$(BIN)/tilewright bench --no-checks --out $(OUT)/bench --html $(OUT)/bench.html
+	$(BIN)/tilewright bench --no-checks $(DRAW) --out $(OUT)/bench --html $(OUT)/bench.html
 
 test: setup lint types tests examples matrix verify
 

@@ -23,19 +23,26 @@ from tilewright.lab.budget import WHOLES
 from tilewright.lab.draw import Piece, draw, key
 
 PIECES = pytest.StashKey[list[Piece[pytest.Item]]]()
-STATUS = [0]
+STATUS: list[int] = []  # the session's exit code, once it has one
 
 
-@atexit.register  # first, so that it runs last
+@atexit.register  # before all others, so that it runs after them
 def leave_quietly() -> None:
     """End here: Triton's bindings would print what an exception in a test still holds on to."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(STATUS[0])
+    if STATUS:  # a session that did not come to its end leaves as ever
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(STATUS[0])
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    STATUS[0] = int(exitstatus)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    session = getattr(config, "tilewright_session", None)
+    if session is not None:
+        STATUS[:] = [int(session.exitstatus)]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.tilewright_session = session  # type: ignore[attr-defined]
 
 
 for variable in ("TILEWRIGHT_BACKEND", "TILEWRIGHT_TUNED"):

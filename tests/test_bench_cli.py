@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import synthetic
 from tilewright import gpu as gpus
-from tilewright.bench import guard
+from tilewright.bench import guard, suites
 from tilewright.bench.record import Row
 from tilewright.bench.run import Run
 from tilewright.cli import app
@@ -91,7 +91,7 @@ def test_an_out_that_cannot_be_written_is_told_without_a_gpu_too(
         assert_one_line(tw("bench", "relu", "--out", out), "--out", str(out))
     long = tmp_path / ("a" * 300 + ".json")
     assert_one_line(tw("bench", "relu", "--json", long), "--json", "cannot be written")
-    monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
+    monkeypatch.setattr(commands, "_checked", lambda *_: {"failures": 0, "words": "checked"})
     done = tw("bench", "relu", "--shape", "64x64", "--out", tmp_path / "a" / "b")
     assert done.exit_code == 0
     assert list(tmp_path.iterdir()) == []  # nothing was timed, and no folder is left behind
@@ -187,7 +187,7 @@ def test_report_writes_what_is_asked_for(two: Any, tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_bench_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
+    monkeypatch.setattr(commands, "_checked", lambda *_: {"failures": 0, "words": "checked"})
     done = tw("bench", "relu", "--shape", "4096x4096")
     assert done.exit_code == 0
     assert "Nothing was timed: there is no GPU here." in done.stdout
@@ -200,7 +200,7 @@ def test_without_a_gpu_bench_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rival_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "_checked", lambda works: {"failures": 0, "words": "checked"})
+    monkeypatch.setattr(commands, "_checked", lambda *_: {"failures": 0, "words": "checked"})
     asked = "eager,vendor,sdpa-flash,sdpa-cudnn,fa4"
     done = tw("bench", "relu", "--shape", "64x64", "--baselines", asked)
     assert done.exit_code == 0
@@ -256,3 +256,22 @@ def test_modules_say_before_the_work_that_a_file_cannot_be_written(
         room.main()
     assert ended.value.code == 2
     assert "--json: /no/such/folder is no folder" in capsys.readouterr().err
+
+
+def test_without_a_gpu_a_check_that_fails_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_compiled", lambda *_: {"violations": [], "words": "compiled"})
+    for failures in (0, 1):
+        checked = {"failures": failures, "words": "checked"}
+        monkeypatch.setattr(commands, "_checked", lambda *_, checked=checked: checked)
+        assert tw("bench", "relu", "--shape", "64x64").exit_code == failures
+
+
+def test_the_quick_suite_draws_within_its_budget() -> None:
+    works = suites.plan([], "quick", [], ["bf16"], ["fwd"])
+    left = {work.key for work in works}
+    for number in range(200):
+        taken = suites.drawn(works, 60.0, f"{number:012x}")
+        assert 5 < len(taken) < len(works)
+        left -= {work.key for work in taken}
+    assert not left
+    assert suites.drawn(works, 10_000.0, "a") == works

@@ -67,6 +67,10 @@ def test_an_honest_kernel_gets_its_number() -> None:
     assert row.of_roof == pytest.approx(1 / 1.05, rel=0.01)
     assert row.error is not None
     assert row.error <= 1
+    assert row.largest_error is not None
+    assert 0 < row.largest_error < 1e-6  # of float32 probabilities
+    assert row.gbps is not None and H200.bandwidth is not None
+    assert row.of_peak == pytest.approx(row.gbps * 1e9 / H200.bandwidth)
     assert not is_suspect(row)
     assert list(rows) == ["triton", "eager", "vendor"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -88,18 +89,34 @@ def test_sigterm_keeps_the_record_and_leaves_no_worker(command: str, tmp_path: P
 
 
 def test_sigterm_ends_a_bench_without_a_gpu(tmp_path: Path) -> None:
-    process = start("bench", folder=tmp_path)
+    process = start("bench", "--json", "r.json", folder=tmp_path)
     deadline = time.monotonic() + 60
     while "compiling" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
         time.sleep(0.2)
-    time.sleep(1.0)
-    workers = below(process.pid)
+    while not (workers := below(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 143
     time.sleep(1.0)
     assert not running(workers)
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["ended_by"] == "SIGTERM" and len(record["predictions"]) >= 15
     log = (tmp_path / "log").read_text()
     assert "stopped by SIGTERM" in log and "Traceback" not in log
+
+
+def test_sigterm_while_planning_leaves_the_record_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('{"mine": true}')
+    process = start("compile", "attention", "--json", "r.json", folder=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".r.json.lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 143
+    assert json.loads(path.read_text()) == {"mine": True}
 
 
 def test_a_kernel_that_never_ends_is_named_and_the_others_go_on(tmp_path: Path) -> None:
@@ -156,11 +173,39 @@ def test_a_key_repeats_a_draw(tmp_path: Path) -> None:
     seen = []
     for key in ("a", "a", "b"):
         path = tmp_path / "r.json"
-        words = ["verify", "swiglu", "--device", "cpu", "--only", "nan", "--only", "empty"]
-        done = apart.run([*words, "--budget", "0.1", "--draw", key, "--json", str(path)])
+        words = ["verify", "swiglu", "--device", "cpu", "--only", "random"]
+        done = apart.run([*words, "--budget", "0.6", "--draw", key, "--json", str(path)])
         assert done.returncode == 0, done.stderr
         assert f"--draw {key}" in done.stderr
         record = json.loads(path.read_text())
         assert record["draw"]["key"] == key
-        seen.append([(row["check"], row["phase"], row["run"]) for row in record["checks"]])
-    assert sorted(seen[0]) == sorted(seen[1])
+        numbers = {(row["dtype"], row["worst_error"]) for row in record["numerics"]}
+        seen.append((numbers, sorted((row["check"], row["run"]) for row in record["checks"])))
+    assert seen[0] == seen[1] != seen[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compile relu rope --arch 75 --budget 0.001",
+        "bench relu softmax --no-checks --budget 0.001",
+    ],
+)
+def test_compile_and_bench_refuse_such_a_budget_too(words: str) -> None:
+    code, lines = budget_error(*words.split())
+    assert code == 2
+    assert "the budget is 0.001 s" in lines[-1] and "2 ops" in lines[-1]
+
+
+def test_what_compile_advises_can_be_run() -> None:
+    done = apart.run("compile relu --arch 75 --ledger none --budget 1".split())
+    assert done.returncode == 0, done.stderr
+    (advice,) = re.findall(r"`tilewright (compile .*?)`", done.stdout)
+    assert advice == "compile relu --arch 75 --ledger none --all --update"
+
+
+def test_a_session_that_never_began_is_no_success() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--nonsense"], capture_output=True, cwd=SRC.parent
+    )
+    assert done.returncode == 4

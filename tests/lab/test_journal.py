@@ -99,6 +99,42 @@ def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"next": True}
 
 
+def test_a_lock_that_was_removed_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening a lock's file and locking it, who held it may have removed the file."""
+    path, taken = tmp_path / "r.json", journal._take
+
+    def removed_first(file: Any) -> None:
+        monkeypatch.setattr(journal, "_take", taken)
+        os.unlink(file.name)
+        taken(file)
+
+    monkeypatch.setattr(journal, "_take", removed_first)
+    with Journal(path, dict), pytest.raises(InputError, match="another run"):
+        Journal(path, dict)
+
+
+def test_nothing_is_kept_before_there_is_something(tmp_path: Path) -> None:
+    path, state = tmp_path / "r.json", []
+    journal.write(path, {"old": True})
+    with Journal(path, lambda: {"new": True} if state else None) as kept:
+        kept.keep()
+    assert json.loads(path.read_text()) == {"old": True}
+
+
+def test_a_pipe_gets_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = subprocess.Popen(["cat", str(path)], stdout=subprocess.PIPE, text=True)
+    with Journal(path, lambda: {"whole": True}) as kept:
+        for _ in range(3):
+            kept.note()
+    out, _ = reader.communicate(timeout=10)
+    assert json.loads(out) == {"whole": True}
+    assert path.is_fifo()
+
+
 def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
     with Journal(Path(os.devnull), dict) as kept:
         kept.keep()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tilewright.lab import workers
+from tilewright.lab import stop, workers
 from tilewright.lab.workers import Report, Spent
 
 SRC = Path(__file__).parents[2] / "src"
@@ -92,13 +93,25 @@ def test_a_task_with_signs_of_life_does_not_hang() -> None:
     assert run(("talk", 1), limit=1.0)["talk", 1].state == "done"
 
 
-def test_no_more_workers_than_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_workers_than_tasks_nor_than_cores_feed() -> None:
+    assert workers.most(400, 3) == workers.most(3, 400) == 3
+    assert workers.most(100_000, 6_000) <= max(32, 4 * (os.cpu_count() or 1))
+    assert workers.most(5, 0) == 1
+
+
+def test_a_run_starts_no_more_workers_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    whole = workers._serve
-    monkeypatch.setattr(workers, "_serve", lambda *a: (started.append(1), whole(*a)))
+    context = multiprocessing.get_context("fork")
+    whole = context.Process
+
+    def process(**how: Any) -> Any:
+        started.append(1)
+        return whole(**how)
+
+    monkeypatch.setattr(type(context), "Process", staticmethod(process), raising=False)
     beats: list[int] = []
-    found = run(*[("add", n) for n in range(3)], count=400, beat=lambda: beats.append(1))
-    assert len({r.value[1] for r in found.values()}) <= 3
+    found = run(*[("add", n) for n in range(3)], count=24, beat=lambda: beats.append(1))
+    assert len(found) == len(started) == 3
     assert beats
 
 
@@ -113,8 +126,9 @@ def test_who_stops_listening_ends_the_workers() -> None:
 
 
 PARENT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from tilewright.lab import stop, workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 def work(task, say):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(os.getpid(), child.pid, flush=True)
@@ -155,3 +169,14 @@ def test_no_worker_is_left(how: int, code: int, said: str) -> None:
         if alive(pair[1]):
             os.kill(pair[1], signal.SIGKILL)
     assert parent.stdout.read().strip() == said
+
+
+def test_a_stop_that_a_library_caught_is_raised_again() -> None:
+    with pytest.raises(stop.Terminated), stop.stoppable():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except BaseException:  # as some do
+            pass
+        list(workers.run([("add", 1), ("hang", 2)], work, 2))
+    stop.check()  # and then it is over

@@ -21,7 +21,7 @@ from tilewright.bench.roofs import DeviceRoofs
 from tilewright.bench.subject import Subject
 from tilewright.errors import InputError
 from tilewright.gpu import Gpu
-from tilewright.lab import stop
+from tilewright.lab import journal, stop
 
 Key = tuple[str, str, str, str]
 
@@ -124,6 +124,7 @@ def run(
     done = {(r.op, r.case, r.dtype, r.phase) for r in result.rows}
     waiting = [job for job in jobs if job.key not in done]
     result.header = header(settings)
+    held = journal.lock(path, "--out") if path else None
     writer = Writer(path) if path else None
     if writer:
         writer.write("run", result.header)
@@ -147,6 +148,8 @@ def run(
     }
     if writer:
         writer.write("end", result.end)
+    if held:
+        journal.unlock(held)
     return result
 
 

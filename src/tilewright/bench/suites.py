@@ -92,13 +92,16 @@ def _flops(op: Op, case: Case) -> float:
     return op.cost(case.dims, torch.bfloat16).flops if op.cost else 0.0
 
 
-def drawn(works: Sequence[Work], whole: float, key: str) -> list[Work]:
-    """Return the works whose turn it is, as many as take so many seconds."""
+def drawn(works: Sequence[Work], whole: float, key: str, *, least: bool = False) -> list[Work]:
+    """Return the works whose turn it is, as many as take so many seconds.
+
+    With `least`, a whole that is too small for one work of each op is an error.
+    """
     pieces = []
     for work in works:
         seconds, measured = costs.estimate("bench on cuda", f"{work.op.name} {work.phase}")
         pieces.append(Piece(work, work.op.name, " ".join(work.key), seconds, measured))
-    return [piece.item for piece in draw(pieces, whole, key, "bench", least=False)]
+    return [piece.item for piece in draw(pieces, whole, key, "bench", least=least)]
 
 
 def one_of(what: str, name: str, names: Mapping[str, Any] | Sequence[str]) -> str:

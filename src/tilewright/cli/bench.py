@@ -31,6 +31,7 @@ from tilewright.cli.files import Csv, Html, Png, need, write_files
 from tilewright.cli.progress import Progress
 from tilewright.lab import costs, stop
 from tilewright.lab.budget import WHOLES
+from tilewright.lab.journal import Journal
 
 app = typer.Typer()
 
@@ -118,7 +119,8 @@ def bench(
     if not timed:
         unused = [n for n, path in (("csv", csv), ("html", html), ("png", png)) if path]
         named = or_exit(lambda: gpus.pretend(gpu or "h200"))
-        _without_gpu(works, named, here is None, unused, checks, json_to)
+        how = [*(["--draw", draw] if draw else []), *(["--full"] if full else [])]
+        _without_gpu(works, named, here is None, unused, how if checks else None, json_to)
         return
     measured = "yardsticks" if yardsticks else "shapes" if shape else suite
     settings = {
@@ -138,7 +140,7 @@ def _drawn(works: Sequence[Any], draw: str | None, budget: float | None) -> list
     from tilewright.lab.draw import key
 
     whole, named = WHOLES["bench", "cuda"] if budget is None else budget, draw or key()
-    taken = suites.drawn(works, whole, named)
+    taken: list[Any] = or_exit(lambda: suites.drawn(works, whole, named, least=budget is not None))
     if len(taken) < len(works):
         words = f"bench: {len(taken)} of {len(works)} cases, drawn by --draw {named}; --full: all"
         errors.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -184,7 +186,9 @@ def _measure(
         each = 1 if settings["suite"] == "quick" else SLOWER
         about = duration(each * sum(_seconds(job) for job in jobs))
         progress.say(f"bench: {len(jobs)} cases, about {about}")
-        progress.phase("measuring roofs", len(jobs))
+        work = {job.title: _seconds(job) for job in jobs}
+        titles = list(work)
+        progress.phase("measuring roofs", len(jobs), sum(work.values()))
         result = running.run(
             jobs,
             running.instruments(gpu, settings["warmup"], settings["iters"], settings["seed"]),
@@ -192,7 +196,9 @@ def _measure(
             path=path,
             resumed=resumed,
             max_seconds=max_seconds,
-            progress=lambda title, done: progress.at(done, title),
+            progress=lambda title, done: progress.at(
+                done, title, work[titles[done - 1]] if done else 0.0
+            ),
         )
         progress.at(len(jobs) - len(result.left), "measured")
     return result
@@ -299,47 +305,58 @@ def _without_gpu(
     gpu: Any,
     none_here: bool,
     unused: list[str],
-    checks: bool,
+    checks: list[str] | None,
     json_to: Path | None,
 ) -> None:
-    """What can be done without one: predict, and unless told not to, compile and check."""
+    """What can be done without one: predict, and unless `checks` is None, compile and check."""
     from tilewright.bench import predict
 
-    record: dict[str, Any] = {"timed": False, "gpu": gpu.name}
-    words, bad = [], False
-    try:
-        with stop.stoppable(), Progress("bench") as progress:
-            progress.phase("predicting", len(works))
-            predictions = []
-            for work in works:
-                predictions.append(predict.predict(work, gpu))
-                progress.at()
-            record["predictions"] = predict.as_dicts(predictions)
-            if checks:
-                progress.phase(f"compiling for SM {gpu.sm}")
-                record["compiled"] = _compiled(works, gpu)
-                progress.phase("checking in Triton's interpreter")
-                record["verified"] = _checked(works)
-                words = [record[name]["words"] for name in ("compiled", "verified")]
-                bad = bool(record["compiled"]["violations"] or record["verified"]["failures"])
-    except KeyboardInterrupt as e:
-        fail(f"bench: stopped by {stop.word(e)}; nothing was timed.", stop.CODES[stop.word(e)])
-    emit(predict.table(predictions, gpu), record, json_to)
+    record: dict[str, Any] = {"timed": False, "gpu": gpu.name, "ended_by": ""}
+    predictions: list[Any] = []
+    code = 0
+    path = None if str(json_to) == "-" else json_to
+    with or_exit(lambda: Journal(path, lambda: record if predictions else None)) as journal:
+        try:
+            with stop.stoppable(), Progress("bench") as progress:
+                progress.phase("predicting", len(works))
+                for work in works:
+                    predictions.append(predict.predict(work, gpu))
+                    record["predictions"] = predict.as_dicts(predictions)
+                    progress.at()
+                if checks is not None:
+                    about = duration(WHOLES["bench", "cpu"] / (os.cpu_count() or 1))
+                    progress.say(f"bench: compiling and checking a part, about {about}")
+                    progress.phase(f"compiling for SM {gpu.sm}")
+                    record["compiled"] = _compiled(works, gpu, checks)
+                    journal.keep()
+                    progress.phase("checking in Triton's interpreter")
+                    record["verified"] = _checked(works, checks)
+        except KeyboardInterrupt as e:
+            record["ended_by"] = stop.word(e)
+            code = stop.CODES[stop.word(e)]
+    emit(predict.table(predictions, gpu), record, json_to, journal if path else None)
     where = errors if str(json_to) == "-" else console
     why = "there is no GPU here" if none_here else "a prediction was asked for"
     said = [f"Nothing was timed: {why}."]
-    said += [f"No {' or '.join(unused)} file was written."] if unused else []
-    said += [f"{'; '.join(words)}."] if words else []
-    said += ["Next: on a machine with an NVIDIA GPU, `tilewright bench` measures these cases."]
-    where.print(" ".join(said), soft_wrap=True)
-    raise typer.Exit(int(bad))
+    said += [f"No {' or '.join(unused)} file was written." if unused else ""]
+    said += [f"{record[name]['words']}." for name in ("compiled", "verified") if name in record]
+    if record["ended_by"]:
+        said += [f"It was stopped by {record['ended_by']}."]
+    else:
+        said += ["Next: on a machine with an NVIDIA GPU, `tilewright bench` measures these cases."]
+        bad = record.get("compiled", {}).get("violations") or record.get("verified", {}).get(
+            "failures"
+        )
+        code = int(bool(bad))
+    where.print(" ".join(filter(None, said)), soft_wrap=True)
+    raise typer.Exit(code)
 
 
-def _checked(works: Sequence[Any]) -> dict[str, Any]:
+def _checked(works: Sequence[Any], how: Sequence[str]) -> dict[str, Any]:
     """A draw of each op's checks in Triton's interpreter, in a process that starts that way."""
     ops = list(dict.fromkeys(work.op.name for work in works))
     words = ["verify", *ops, "--device", "cpu", "--json", "-"]
-    words += ["--budget", str(WHOLES["bench", "cpu"] / 2)]
+    words += how if "--full" in how else [*how, "--budget", str(WHOLES["bench", "cpu"] / 2)]
     done = subprocess.run(
         [sys.executable, "-m", "tilewright", *words], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -353,14 +370,15 @@ def _checked(works: Sequence[Any]) -> dict[str, Any]:
     return {"run": count, "failures": failures, "words": words_}
 
 
-def _compiled(works: Sequence[Any], gpu: Any) -> dict[str, Any]:
+def _compiled(works: Sequence[Any], gpu: Any, how: Sequence[str]) -> dict[str, Any]:
     """A draw of the kernels of these cases, compiled for that SM."""
     from tilewright import matrix
     from tilewright.lab import draw
 
     wanted = matrix.of_cases([(w.op, w.case, w.dtype) for w in works], gpu.sm)
-    whole = WHOLES["bench", "cpu"] / 2
-    now = matrix.select(wanted, matrix.Ledger(None), whole, draw.key()).now
+    whole = None if "--full" in how else WHOLES["bench", "cpu"] / 2
+    key = how[how.index("--draw") + 1] if "--draw" in how else draw.key()
+    now = matrix.select(wanted, matrix.Ledger(None), whole, key).now
     built = list(matrix.run(now))
     violations = [b.violation for b in built if b.violation]
     words = f"{len(built)} of {len(wanted)} kernels compiled for SM {gpu.sm}, "

@@ -24,6 +24,7 @@ from tilewright.cli.console import (
 )
 from tilewright.cli.progress import Progress
 from tilewright.lab import stop
+from tilewright.lab.workers import most
 
 app = typer.Typer()
 
@@ -61,33 +62,51 @@ def compile_matrix(
     or_exit(lambda: matrix.known_ops(ops or ()))
     known = or_exit(lambda: matrix.Ledger(None if everything else ledger))
     whole = None if all_ else WHOLES["compile", "cpu"] if budget is None else budget
-    run = _Run(ops or (), sms, known, whole, draw or room.key())
+    run = _Run(ops or (), sms, known, whole, draw or room.key(), least=budget is not None)
+    run.again = " ".join([*(f"--arch {a}" for a in arch or ()), f"--ledger {ledger or 'FOLDER'}"])
     code = run.work(workers, json_to)
     record = run.show(json_to)
     for violation in record["violations"][:20]:
         errors.print(f"[red]violation[/] {escape(violation)}", highlight=False, soft_wrap=True)
-    if update and not run.ended_by:
-        or_exit(lambda: matrix.Ledger(ledger).write(run.results))
+    if update and run.ended_by:
+        errors.print("compile: stopped, so the ledger is as it was.", soft_wrap=True)
+    elif update:
+        or_exit(lambda: matrix.Ledger(ledger).write(run.sound))
     raise typer.Exit(code)
 
 
 class _Run:
     """One run: what it was asked, what came of it so far."""
 
-    def __init__(self, ops: Any, sms: Any, ledger: Any, whole: float | None, key: str) -> None:
+    def __init__(
+        self, ops: Any, sms: Any, ledger: Any, whole: float | None, key: str, *, least: bool
+    ) -> None:
         from tilewright import doctor
         from tilewright.matrix import Selection
 
         self.ops, self.sms, self.ledger, self.whole, self.key = ops, sms, ledger, whole, key
         self.selected = Selection([], [], [])
+        self.least, self.again = least, ""
         self.built: list[Any] = []
-        self.ended_by = ""
+        self.planned, self.ended_by = False, ""
+        self.journal: Any = None
         self.started = time.perf_counter()
         self.environment = doctor.environment()
 
     @property
     def results(self) -> list[Any]:
         return [*self.built, *self.selected.known]
+
+    @property
+    def sound(self) -> list[Any]:
+        """The results without those of compilers that hung or were ended."""
+        from tilewright.matrix.run import LOST
+
+        return [built for built in self.results if not built.violation.startswith(LOST)]
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what the record holds so far, once there is a result."""
+        return self.record() if self.built else None
 
     def record(self) -> dict[str, Any]:
         from tilewright.matrix import tables
@@ -103,7 +122,7 @@ class _Run:
             "compiled": len(self.built),
             "known": len(self.selected.known),
             "left": len(self.selected.left),
-            "complete": len(self.built) == len(self.selected.now),
+            "complete": self.planned and not self.ended_by,
             "ended_by": self.ended_by,
             **tables.summarise(self.results, drifted),
         }
@@ -114,7 +133,8 @@ class _Run:
         from tilewright.lab.journal import Journal
 
         path = None if str(json_to) == "-" else json_to
-        with or_exit(lambda: Journal(path, self.record)) as journal, stop.stoppable():
+        with or_exit(lambda: Journal(path, self.state)) as journal, stop.stoppable():
+            self.journal = journal if path else None
             try:
                 with Progress("compile") as progress:
                     progress.phase("asking the launchers", len(self.sms))
@@ -123,8 +143,12 @@ class _Run:
                         if not wanted or one.sm != wanted[-1].sm:
                             progress.at(what=f"asking the launchers, SM {one.sm}")
                         wanted.append(one)
-                    self.selected = matrix.select(wanted, self.ledger, self.whole, self.key)
-                    now = self.selected.now
+                    self.selected = or_exit(
+                        lambda: matrix.select(
+                            wanted, self.ledger, self.whole, self.key, least=self.least
+                        )
+                    )
+                    now, self.planned = self.selected.now, True
                     progress.say(f"compile: {self._before(len(wanted), workers)}")
                     progress.phase("compiling", len(now), self.selected.seconds)
                     for built in matrix.run(now, workers, journal.note):
@@ -136,13 +160,13 @@ class _Run:
         if self.ended_by:
             return stop.CODES[self.ended_by]
         record = self.record()
-        return int(bool(record["violations"]) or not self.results)
+        return int(bool(record["violations"]) or not (self.results or self.selected.left))
 
     def _before(self, total: int, workers: int | None) -> str:
         import os
 
         now, known = len(self.selected.now), len(self.selected.known)
-        count = max(1, min(workers or os.cpu_count() or 1, now))
+        count = most(workers or os.cpu_count() or 1, now)
         words = f"{now:,} of {total:,} binaries, {count} at a time, "
         words += f"about {duration(self.selected.seconds / count)}"
         if self.whole is not None:
@@ -154,7 +178,9 @@ class _Run:
         from tilewright.matrix import tables
 
         record = self.record()
-        emit(tables.table(record), record, json_to)
+        nothing = self.ended_by and not self.built  # an older record is worth more
+        journal = self.journal if self.built else None
+        emit(tables.table(record), record, None if nothing else json_to, journal)
         where = errors if str(json_to) == "-" else console
         where.print(self._after(record), markup=False, highlight=False, soft_wrap=True)
         return record
@@ -166,9 +192,11 @@ class _Run:
             left = len(self.selected.now) - len(self.built)
             return f"{words} Stopped by {self.ended_by}: {left:,} were not compiled."
         if self.selected.left:
-            ops = " ".join(dict.fromkeys(w.op for w in self.selected.left))
+            from tilewright.matrix.run import public_of
+
+            ops = " ".join(dict.fromkeys(public_of(w.op) for w in self.selected.left))
             return (
                 f"{words} {len(self.selected.left):,} more are new and had no room in the budget. "
-                f"Next: `tilewright compile {ops} --ledger FOLDER --all --update`."
+                f"Next: `tilewright compile {ops} {self.again} --all --update`."
             )
         return f"{words} Next: `tilewright bench`."

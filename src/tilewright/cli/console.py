@@ -26,8 +26,10 @@ def _console(stderr: bool) -> Console:
 console, errors = _console(stderr=False), _console(stderr=True)
 
 
-def emit(shown: Any, record: Any, json_to: Path | None) -> None:
-    """The table for people; the same facts as JSON for scripts."""
+def emit(
+    shown: Any, record: Any, json_to: Path | None, kept: journal.Journal | None = None
+) -> None:
+    """Show the table to people, and the same facts as JSON to scripts, unless a journal did."""
     if json_to is not None and str(json_to) == "-":
         print(json.dumps(journal.finite(record), indent=1, default=str, allow_nan=False))
         return
@@ -40,7 +42,10 @@ def emit(shown: Any, record: Any, json_to: Path | None) -> None:
             console.print(shown)
         console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
     if json_to is not None:
-        or_exit(lambda: journal.write(json_to, record))
+        if kept is not None and kept.error is not None:
+            fail(str(kept.error))
+        if kept is None:
+            or_exit(lambda: journal.write(json_to, record))
         console.print(f"[dim]written to {escape(str(json_to))}[/]")
 
 
@@ -97,7 +102,12 @@ Workers = Annotated[
 ]
 Draw = Annotated[
     str | None,
-    typer.Option("--draw", metavar="KEY", help="Draw what this key draws; else the commit is it."),
+    typer.Option(
+        "--draw",
+        metavar="KEY",
+        help="The key of the draw to repeat; by default the commit.",
+        callback=lambda key: fail("--draw is empty; it must be a key.") if key == "" else key,
+    ),
 ]
 Budget = Annotated[
     float | None,

@@ -21,8 +21,11 @@ Arch = Annotated[str | None, typer.Option(help="A GPU or SM instead of the one h
 def doctor(arch: Arch = None, json_to: Json = None) -> None:
     """What is installed, what does not fit together, what each op would run on here."""
     from tilewright import doctor as doctor_room
+    from tilewright import gpu as gpus
 
-    with Progress("doctor", soon=0.0) as progress:
+    if arch is not None:
+        or_exit(lambda: gpus.pretend(arch))
+    with Progress("doctor", soon=0.3) as progress:
         progress.phase("looking around")
         findings = or_exit(lambda: doctor_room.examine(arch))
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from tilewright.cli.console import errors
+from tilewright.lab import stop
 
 EVERY = 4.0  # seconds between two lines of a log
 SOON = 1.5  # seconds before the first one: a mistake in the command line is said alone
@@ -33,12 +34,12 @@ class Progress:
     descriptor itself: a process that is forked meanwhile inherits no lock of a stream.
     """
 
-    def __init__(self, command: str, *, soon: float = SOON) -> None:
+    def __init__(self, command: str, *, soon: float | None = None) -> None:
         self.command = command
         self.what, self.done, self.total = "starting", 0, 0
         self.work, self.worked = 0.0, 0.0
         self._began = self._phase_began = time.monotonic()
-        self._said = self._began - EVERY + soon
+        self._said = self._began - EVERY + (SOON if soon is None else soon)
         self._over = threading.Event()
         self._bar: Bar | None = None
         self._task: Any = None
@@ -59,7 +60,7 @@ class Progress:
         return self
 
     def phase(self, what: str, total: int = 0, work: float = 0.0) -> None:
-        """Begin a part of the work that has so many steps, in all of so much work."""
+        """Begin a part of the work: its steps, and the seconds of work in them, if known."""
         self.what, self.done, self.total = what, 0, total
         self.work, self.worked = work, 0.0
         self._phase_began = time.monotonic()
@@ -68,6 +69,7 @@ class Progress:
 
     def at(self, done: int | None = None, what: str = "", work: float = 0.0) -> None:
         """Tell how many steps are done, how much work the last was, and what the next one is."""
+        stop.check()
         self.done = self.done + 1 if done is None else done
         self.worked += work
         self.what = what or self.what

@@ -24,11 +24,13 @@ from tilewright.cli.console import (
 )
 from tilewright.cli.progress import Progress
 from tilewright.lab import stop
+from tilewright.lab.workers import most
 
 app = typer.Typer()
 
 MOST_ON_A_GPU = 16  # processes: each has a driver's context of its own
 GPU_MEMORY_EACH = 4 * 2**30
+COLD = 2.0  # how many times as long steps take while each binary is compiled for the first time
 
 
 @app.command()
@@ -47,7 +49,7 @@ def verify(
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     cases: Annotated[
         int | None,
-        typer.Option(min=1, help="So many random cases per op and backend, and calls of a cover."),
+        typer.Option(min=1, help="Random cases per op and backend; calls of a cover of options."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="First seed.")] = None,
     draw: Draw = None,
@@ -72,23 +74,30 @@ def verify(
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in children
     if full and (draw is not None or budget is not None):
         fail("verify: --full takes every case, so there is nothing to draw. Leave one out.")
-    with stop.stoppable(), Progress("verify") as progress:
-        progress.phase("planning")
-        from tilewright.verify import plan
+    named = bool(case) or cases is not None or seed is not None  # then that is what runs
+    if named and (draw is not None or budget is not None):
+        fail(
+            "verify: --case, --cases and --seed say what runs, so nothing is drawn. Leave one out."
+        )
+    try:
+        with stop.stoppable(), Progress("verify") as progress:
+            progress.phase("planning")
+            from tilewright.verify import plan
 
-        named = bool(case) or cases is not None or seed is not None  # then that is what runs
-        full = full or bool(case)
-        steps = or_exit(
-            lambda: plan(
-                ops or (), device=device, full=full, only=only or (), backend=backend,
-                cases=cases, seed=seed or 0, case=case,
-            )
-        )  # fmt: skip
-        _refuse_nothing(steps, ops, device, only, backend, case)
-        taken, drawn = (steps, None) if full or named else _draw(steps, device, draw, budget)
-        count = 1 if fail_fast else workers or _workers(device)
-        run = _Run(taken, len(steps), drawn, device, full, min(count, len(taken)))
-        code = run.work(fail_fast, limit, json_to, progress)
+            full = full or bool(case)
+            steps = or_exit(
+                lambda: plan(
+                    ops or (), device=device, full=full, only=only or (), backend=backend,
+                    cases=cases, seed=seed or 0, case=case,
+                )
+            )  # fmt: skip
+            _refuse_nothing(steps, ops, device, only, backend, case)
+            taken, drawn = (steps, None) if full or named else _draw(steps, device, draw, budget)
+            count = 1 if fail_fast else workers or _workers(device)
+            run = _Run(taken, len(steps), drawn, device, full, most(count, len(taken)))
+            code = run.work(fail_fast, limit, json_to, progress)
+    except KeyboardInterrupt as e:  # a run that has begun handles it itself
+        fail(f"verify: stopped by {stop.word(e)} while planning.", stop.CODES[stop.word(e)])
     run.show(json_to)
     raise typer.Exit(code)
 
@@ -148,8 +157,13 @@ class _Run:
         self.results: list[Any] = []
         self.work_of: dict[str, float] = {}  # seconds, by a step's name
         self.ran, self.ended_by = 0, ""
+        self.journal: Any = None
         self.started = time.perf_counter()
         self.environment = doctor.environment()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what the record holds so far, once there is a result."""
+        return self.record() if self.results else None
 
     def record(self) -> dict[str, Any]:
         from tilewright.verify import summary
@@ -160,7 +174,7 @@ class _Run:
             "full": self.full,
             "draw": self.drawn,
             "steps": {"there_are": self.planned, "taken": len(self.steps), "ran": self.ran},
-            "complete": self.ran == len(self.steps),
+            "complete": self.ran == len(self.steps) and not self.ended_by,
             "ended_by": self.ended_by,
             "seconds": round(time.perf_counter() - self.started, 1),
             **summary.summarise(self.results, self.device),
@@ -175,10 +189,11 @@ class _Run:
         from tilewright.verify.runner import pieces
 
         path = None if str(json_to) == "-" else json_to
-        with or_exit(lambda: Journal(path, self.record)) as journal:
+        with or_exit(lambda: Journal(path, self.state)) as journal:
+            self.journal = journal if path else None
             try:
-                progress.say(f"verify: {self._before()}")
                 self.work_of = {p.name: p.seconds for p in pieces(self.steps)}
+                progress.say(f"verify: {self._before()}")
                 progress.phase("checks", len(self.steps), sum(self.work_of.values()))
                 ended = run(
                     self.steps, fail_fast=fail_fast, count=self.count,
@@ -207,13 +222,14 @@ class _Run:
                 progress.say(f"       {result.repro(self.device)}")
 
     def _before(self) -> str:
-        words = f"{len(self.steps):,} steps on {_where(self.device)}, {self.count} at a time"
-        if self.drawn is None:
-            return words
-        about = duration(self.drawn["seconds"] / max(self.count, 1))
+        cold = COLD if self.device == "cuda" else 1.0
+        about = duration(cold * sum(self.work_of.values()) / max(self.count, 1))
+        of, drawn = "", ""
+        if self.drawn is not None:
+            of, drawn = f" of {self.planned:,}", f"; drawn by --draw {self.drawn['key']}"
         return (
-            f"{len(self.steps):,} of {self.planned:,} steps on {_where(self.device)}, "
-            f"{self.count} at a time, about {about}; drawn by --draw {self.drawn['key']}"
+            f"{len(self.steps):,}{of} steps on {_where(self.device)}, {self.count} at a time, "
+            f"about {about}{drawn}"
         )
 
     def show(self, json_to: Path | None) -> None:
@@ -221,7 +237,9 @@ class _Run:
         from tilewright.verify import summary
 
         record = self.record()
-        emit(summary.table(record, f"verify on {_where(self.device)}"), record, json_to)
+        table = summary.table(record, f"verify on {_where(self.device)}")
+        nothing = self.ended_by and not self.results  # an older record is worth more
+        emit(table, record, None if nothing else json_to, self.journal)
         where = errors if str(json_to) == "-" else console
         where.print(self._after(record), markup=False, highlight=False, soft_wrap=True)
 

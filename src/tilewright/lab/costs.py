@@ -1,8 +1,7 @@
 """About how long each piece of work takes: what budgets are drawn by, from measured runs.
 
 `seconds.json` holds, for each table and kind of work, the mean over its pieces, and the pieces that
-take much longer or shorter than that. `tilewright verify --full --json` and `tilewright compile
---all --json` tell how long their pieces took; scripts/measure_costs.py makes the file from that.
+take much longer or shorter than that. scripts/measure_costs.py measures them.
 """
 
 from __future__ import annotations

@@ -19,18 +19,19 @@ from typing import IO, Any
 from tilewright.errors import InputError
 
 EVERY = 2.0  # seconds between two states on disk
-RARELY = 20.0  # a state that takes long to write is written so many times as rarely
+RARELY = 20.0  # between two states pass so many times the seconds that writing one takes
 
 
 class Journal:
     """Keeps what `state()` returns in a file, while the block lasts and when it ends.
 
-    `path` may be None: then nothing is kept. A state that cannot be written does not end the run,
-    whose results may still be shown.
+    Nothing is kept without a path, and as long as the state is None. A state that cannot be written
+    does not end the run, whose results may still be shown; `error` says why.
     """
 
     def __init__(self, path: Path | None, state: Callable[[], Any], option: str = "--json") -> None:
         self.path, self.state, self.option = path, state, option
+        self.error: InputError | None = None
         self._lock = None if path is None else lock(path, option)
         self._written, self._pause = 0.0, EVERY
 
@@ -39,17 +40,23 @@ class Journal:
 
     def note(self) -> None:
         """Keep the state as it is now, unless that was done a moment ago."""
-        if time.monotonic() - self._written >= self._pause:
+        passing = self.path is None or _is_passing(self.path)
+        if not passing and time.monotonic() - self._written >= self._pause:
             self.keep()
 
     def keep(self) -> None:
         """Keep the state as it is now."""
-        if self.path is not None:
-            began = time.monotonic()
-            with contextlib.suppress(InputError):
-                write(self.path, self.state(), self.option)
-            self._written = time.monotonic()
-            self._pause = max(EVERY, RARELY * (self._written - began))
+        state = self.state() if self.path is not None else None
+        if self.path is None or state is None:
+            return
+        began = time.monotonic()
+        try:
+            write(self.path, state, self.option)
+            self.error = None
+        except InputError as e:
+            self.error = e
+        self._written = time.monotonic()
+        self._pause = max(EVERY, RARELY * (self._written - began))
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -61,13 +68,18 @@ class Journal:
 
 def write(path: Path, record: Any, option: str = "--json") -> None:
     """Replace the file by this record as JSON, whole or not at all."""
-    text = json.dumps(finite(record), indent=1, default=str, allow_nan=False) + "\n"
+    replace(path, json.dumps(finite(record), indent=1, default=str, allow_nan=False) + "\n", option)
+
+
+def replace(path: Path, text: str, option: str) -> None:
+    """Replace the file by this text, whole or not at all."""
     kept = None
     try:
-        path = path.resolve()  # a link stays one
-        if path.exists() and not path.is_file():  # a pipe, or /dev/null
-            path.write_text(text, encoding="utf-8")
+        if _is_passing(path):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(text)
             return
+        path = path.resolve()  # a link stays one
         path.parent.mkdir(parents=True, exist_ok=True)
         number, kept = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         with open(number, "w", encoding="utf-8") as file:
@@ -76,9 +88,7 @@ def write(path: Path, record: Any, option: str = "--json") -> None:
         os.replace(kept, path)
         kept = None
     except OSError as e:
-        raise InputError(
-            f"{option}: {path} cannot be written ({e.strerror}). Name another file."
-        ) from e
+        raise _unwritable(path, option, e) from e
     finally:
         if kept is not None:
             with contextlib.suppress(OSError):
@@ -87,25 +97,27 @@ def write(path: Path, record: Any, option: str = "--json") -> None:
 
 def lock(path: Path, option: str = "--json") -> IO[str]:
     """Return the lock of a record; the process that has it is the only one that writes it."""
-    try:
-        path = path.resolve()
-        if path.exists() and not path.is_file():
-            return open(os.devnull, encoding="utf-8")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.parent / f".{path.name}.lock"
-        file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115 (it is held until the run ends)
-    except OSError as e:
-        raise InputError(
-            f"{option}: {path} cannot be written ({e.strerror}). Name another file."
-        ) from e
-    try:
-        _take(file)
-    except OSError:
+    if _is_passing(path):
+        return open(os.devnull, encoding="utf-8")
+    while True:
+        try:
+            path = path.resolve()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.parent / f".{path.name}.lock"
+            file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115 (held until the run ends)
+        except OSError as e:
+            raise _unwritable(path, option, e) from e
+        try:
+            _take(file)
+        except OSError:
+            file.close()
+            raise InputError(
+                f"{option}: another run is writing {path}. Wait for it, or name another file."
+            ) from None
+        with contextlib.suppress(OSError):  # who had it before may have removed the file meanwhile
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(beside)):
+                return file
         file.close()
-        raise InputError(
-            f"{option}: another run is writing {path}. Wait for it, or name another file."
-        ) from None
-    return file
 
 
 def unlock(file: IO[str]) -> None:
@@ -114,6 +126,20 @@ def unlock(file: IO[str]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(file.name)
     file.close()
+
+
+def _is_passing(path: Path) -> bool:
+    """Whether what is written there passes on: a pipe, a device, a shell's own file."""
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")):
+        return True
+    try:
+        return path.exists() and not path.is_file()
+    except OSError:
+        return False
+
+
+def _unwritable(path: Path, option: str, error: OSError) -> InputError:
+    return InputError(f"{option}: {path} cannot be written ({error.strerror}). Name another file.")
 
 
 def _take(file: IO[str]) -> None:

@@ -12,11 +12,14 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: from docker stop, from timeout, from a cluster's queue."""
 
 
+_asked: list[bool] = []  # whether SIGTERM arrived
+
 CODES = {"interrupt": 130, "SIGTERM": 143}  # what ended a run -> exit code, as a shell says it
 
 
 def word(error: KeyboardInterrupt) -> str:
-    """Say what ended a run, as its record does."""
+    """Say what ended a run, as its record does; who asks has heard it."""
+    _asked.clear()
     return "SIGTERM" if isinstance(error, Terminated) else "interrupt"
 
 
@@ -28,6 +31,7 @@ def stoppable() -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
+        _asked.append(True)
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -35,3 +39,11 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        _asked.clear()
+
+
+def check() -> None:
+    """Raise once more what a library may have caught: long loops ask at every turn."""
+    if _asked:
+        _asked.clear()
+        raise Terminated

@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, Literal, NamedTuple
 
+from tilewright.lab import stop
+
 BEAT = 0.5  # seconds after which the parent looks up, whether a worker said something or not
+FEW, EACH_CORE = 32, 4  # workers that any machine takes, and that a core feeds
 PATIENCE = 2.0  # seconds that a worker has to end by itself when there is nothing left to do
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -71,7 +74,7 @@ def run(
     Parameters
     ----------
     work : called as `work(task, say)` in a worker; `say(words)` tells the parent what it is at
-    count : processes, at most one for each task
+    count : processes; at most one for each task, and a few for each core
     way : how they are started: "fork", "forkserver" or "spawn"
     limit : seconds without a word after which a task counts as hung; None: it may take for ever
     prepare : called once in each worker before its first task
@@ -96,7 +99,7 @@ def run(
         crew.append(_Worker(process, ours))
 
     try:
-        for _ in range(max(1, min(count, len(tasks)))):
+        for _ in range(most(count, len(tasks))):
             hire()
         while waiting or any(worker.busy for worker in crew):
             for worker in crew:
@@ -116,6 +119,7 @@ def run(
                             hire()
                     yield report
             beat()
+            stop.check()
         for worker in crew:
             with contextlib.suppress(OSError):
                 worker.pipe.send(None)
@@ -125,6 +129,11 @@ def run(
     finally:
         for worker in crew:
             _end(worker)
+
+
+def most(count: int, tasks: int) -> int:
+    """Return how many of the workers that were asked for are of use."""
+    return max(1, min(count, tasks, max(FEW, EACH_CORE * (os.cpu_count() or 1))))
 
 
 def _heard(worker: _Worker, limit: float | None) -> Iterator[Report]:
@@ -210,7 +219,7 @@ def _serve(
     except (EOFError, OSError):
         pass  # the parent is gone
     finally:
-        # what libraries say and do at the end of a process belongs on nobody's screen
+        # what libraries print when a process ends is of no use to the user
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -1,8 +1,7 @@
 """Results of earlier compilations, kept in the repository, keyed by a hash of what was compiled.
 
-One file per compiler version. An entry whose hash matches need not be compiled again; CI compiles
-what changed, one binary of every kernel and SM, and a random part of the rest, so that a stale or
-doctored ledger shows.
+One file per compiler version. An entry whose hash matches need not be compiled again. A run
+compiles what changed first, then a draw of the rest, so that a stale or doctored ledger shows.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tilewright.errors import InputError
+from tilewright.lab import journal
 from tilewright.matrix.build import Built
 
 
@@ -46,4 +46,4 @@ class Ledger:
         for compiler, entries in by_compiler.items():
             rows = sorted(entries.values(), key=lambda b: (b.op, b.backend, b.sm, b.dtype, b.key))
             text = "".join(json.dumps(asdict(b), sort_keys=True) + "\n" for b in rows)
-            (self.folder / f"{compiler.replace(' ', '-')}.jsonl").write_text(text, encoding="utf-8")
+            journal.replace(self.folder / f"{compiler.replace(' ', '-')}.jsonl", text, "--ledger")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from tilewright.lab import costs, workers
@@ -12,8 +13,10 @@ from tilewright.lab.draw import Piece, draw
 from tilewright.matrix.build import Built, build, facts_of
 from tilewright.matrix.ledger import Ledger
 from tilewright.matrix.reach import Wanted
+from tilewright.ops import registry
 
 LIMIT = 600.0  # seconds after which a compiler hangs
+LOST = "no result: "  # of a binary whose compiler hung or was ended
 
 _wanted: list[Wanted] = []  # inherited by forked workers: kernels do not pickle
 
@@ -26,29 +29,47 @@ class Selection:
         self.seconds = sum(seconds_of(wanted) for wanted in now)
 
 
-def select(wanted: Sequence[Wanted], ledger: Ledger, whole: float | None, key: str) -> Selection:
+def select(
+    wanted: Sequence[Wanted],
+    ledger: Ledger,
+    whole: float | None,
+    key: str,
+    *,
+    least: bool = False,
+) -> Selection:
     """Choose what to compile: everything without a whole, else what is drawn from so many seconds.
 
     What the ledger does not know comes first. What is left of the whole goes to results that it
-    does know, so that a stale or doctored ledger shows.
+    does know, so that a stale or doctored ledger shows. With `least`, a whole that is too small for
+    one new binary of each op is an error.
     """
     keyed = [(w, ledger.known.get(w.key)) for w in wanted]
     if whole is None:
         return Selection([w for w, _ in keyed], [], [])
-    new = _drawn([w for w, entry in keyed if entry is None], whole, key)
+    new = _drawn([w for w, entry in keyed if entry is None], whole, key, least)
     spent = sum(seconds_of(w) for w in new)
-    again = _drawn([w for w, entry in keyed if entry is not None], whole - spent, key)
+    again = _drawn([w for w, entry in keyed if entry is not None], whole - spent, key, False)
     now = {w.key for w in (*new, *again)}
     known = [entry for w, entry in keyed if entry is not None and w.key not in now]
     left = [w for w, entry in keyed if entry is None and w.key not in now]
     return Selection([w for w, _ in keyed if w.key in now], known, left)
 
 
-def _drawn(wanted: Sequence[Wanted], whole: float, key: str) -> list[Wanted]:
-    if not wanted or whole <= 0:
+def _drawn(wanted: Sequence[Wanted], whole: float, key: str, least: bool) -> list[Wanted]:
+    if not wanted or (whole <= 0 and not least):
         return []
-    pieces = [Piece(w, w.op, w.key, seconds_of(w)) for w in wanted]
-    return [piece.item for piece in draw(pieces, whole, key, "compile", least=False)]
+    pieces = [Piece(w, public_of(w.op), w.key, seconds_of(w)) for w in wanted]
+    return [piece.item for piece in draw(pieces, whole, key, "compile", least=least)]
+
+
+@cache
+def public_of(name: str) -> str:
+    """Return the public op of which this is a part: a backward, or one that writes in place."""
+    for op in registry().values():
+        parts = (op, op.in_place, op.autograd.op if op.autograd else None)
+        if any(part is not None and part.name == name for part in parts):
+            return op.name
+    return name
 
 
 def seconds_of(one: Wanted | Built) -> float:
@@ -62,8 +83,8 @@ def run(
     beat: Callable[[], None] = lambda: None,
 ) -> Iterator[Built]:
     """Compile all of `wanted`, in any order."""
-    count = min(count or os.cpu_count() or 1, len(wanted))
-    if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+    count = count or os.cpu_count() or 1
+    if "fork" not in multiprocessing.get_all_start_methods():
         for one in wanted:
             yield build(one)
             beat()
@@ -75,8 +96,7 @@ def run(
         if report.state == "done":
             yield report.value
         else:
-            why = f"does not compile: {report.value}"
-            yield Built(**facts_of(wanted[report.task]), violation=why)
+            yield Built(**facts_of(wanted[report.task]), violation=f"{LOST}{report.value}")
 
 
 def _build_nth(index: int, say: Any) -> Built:

@@ -55,7 +55,9 @@ def _line(b: Built) -> str:
 
 def table(record: dict[str, Any]) -> Any:
     """One line per kernel; per SM the most registers that any of its launch choices takes."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     title = (
         f"compile matrix: {record['binaries']} binaries ({', '.join(record['compilers'])})\n"
@@ -63,7 +65,7 @@ def table(record: dict[str, Any]) -> Any:
         f"{len(record['violations'])} violations\n"
         "per SM: registers of a thread, the most of any choice; 2! if two binaries break a limit"
     )
-    shown = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    shown = Table(box=None, padding=(0, 1, 0, 0))
     shown.add_column("op, backend", no_wrap=True)
     shown.add_column("kernel", no_wrap=True)
     for sm in record["sms"]:
@@ -78,4 +80,4 @@ def table(record: dict[str, Any]) -> Any:
         name = f"{row['op']} {row['backend']}"
         shown.add_row("" if name == before else name, row["kernel"], *cells)
         before = name
-    return shown
+    return Group(Text(title), shown)
