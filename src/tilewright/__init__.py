@@ -1,5 +1,8 @@
 """tilewright: GPU kernels for transformer models, checked against float64, measured honestly."""
 
+from tilewright import starting  # noqa: F401 (first: what follows loads torch)
+
+# isort: split
 from tilewright import compat, functional
 from tilewright.compat import flash_attention_backend, flash_attention_bhsd
 from tilewright.debugging import debug

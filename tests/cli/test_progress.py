@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tilewright.cli import progress as room
 from tilewright.cli.progress import Progress
+from tilewright.starting import is_command_line
 
 EVERY = room.EVERY
 
@@ -43,3 +46,27 @@ def test_lines_of_their_own_stand_between(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_lines_are_never_five_seconds_apart() -> None:
     assert EVERY + 0.25 < 5  # and how often the thread looks up
+
+
+@pytest.mark.parametrize(
+    ("words", "is_it"),
+    [
+        (["-m", "tilewright", "doctor"], True),
+        (["-B", "-m", "tilewright"], True),
+        (["/home/me/.venv/bin/tilewright", "verify"], True),
+        (["-m", "pytest", "tilewright"], False),
+        (["train.py", "tilewright"], False),
+        (["-c", "import tilewright"], False),
+        ([], False),
+    ],
+)
+def test_only_the_command_line_says_that_it_has_begun(words: list[str], is_it: bool) -> None:
+    assert is_command_line(words) is is_it
+
+
+def test_a_log_begins_before_torch_is_loaded() -> None:
+    program = "import sys; sys.orig_argv[1:] = ['-m', 'tilewright']; sys.modules['torch'] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program + "import tilewright"], capture_output=True, text=True
+    )
+    assert done.stderr.startswith("tilewright: loading torch\nTraceback")
