@@ -25,7 +25,7 @@ from tilewright.lab.draw import rank
 FILE = Path(__file__).parents[1] / "src" / "tilewright" / "lab" / "seconds.json"
 SEEDS = {"cpu": 40, "cuda": 100}
 BINARIES = 3  # of each backend and SM
-APART = 1.5  # a piece that takes so many times the mean, or a part of it, has a number of its own
+APART = 1.5  # a piece further from the mean than this factor has a number of its own
 LEAST = 0.15  # seconds below which it has not
 
 Row = tuple[str, str, float]  # kind, part, seconds

@@ -93,7 +93,7 @@ def _flops(op: Op, case: Case) -> float:
 
 
 def drawn(works: Sequence[Work], whole: float, key: str, *, least: bool = False) -> list[Work]:
-    """Return the works whose turn it is, as many as take so many seconds.
+    """Return the works whose turn it is, within a whole of seconds.
 
     With `least`, a whole that is too small for one work of each op is an error.
     """

@@ -308,7 +308,7 @@ def _without_gpu(
     checks: list[str] | None,
     json_to: Path | None,
 ) -> None:
-    """What can be done without one: predict, and unless `checks` is None, compile and check."""
+    """Predict; unless `checks` is None, also compile and check a part."""
     from tilewright.bench import predict
 
     record: dict[str, Any] = {"timed": False, "gpu": gpu.name, "ended_by": ""}
