@@ -19,7 +19,7 @@ Arch = Annotated[str | None, typer.Option(help="A GPU or SM instead of the one h
 
 @app.command()
 def doctor(arch: Arch = None, json_to: Json = None) -> None:
-    """What is installed, what does not fit together, what each op would run on here."""
+    """Show what is installed, what does not fit together, and what each op would run on here."""
     from tilewright import doctor as doctor_room
     from tilewright import gpu as gpus
 

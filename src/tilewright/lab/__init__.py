@@ -1,1 +1,1 @@
-"""What the commands share that prove the kernels: budgets, draws, workers, and records kept."""
+"""Shared by the commands that prove the kernels: budgets, draws, workers, records."""

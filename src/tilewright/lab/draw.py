@@ -1,4 +1,4 @@
-"""What a run takes of all there is: the same for a key, another for the next commit.
+"""Choose the pieces of work that a run does: the same for one key, others for the next commit.
 
 Each op has a share of the whole, in seconds. Its pieces are taken in an order that the key
 shuffles, as far as the share goes. So every piece has its turn within some commits, and a larger

@@ -19,7 +19,7 @@ from typing import IO, Any
 from tilewright.errors import InputError
 
 EVERY = 2.0  # seconds between two states on disk
-RARELY = 20.0  # between two states pass so many times the seconds that writing one takes
+RARELY = 20.0  # the pause between two states, in times of what writing one takes
 
 
 class Journal:

@@ -2,7 +2,8 @@
 
 A pool of the standard library cannot end one worker: a kernel that never returns would hold it for
 ever. Here the parent hears what each worker is doing, ends one whose task takes too long together
-with all that it started, starts another, and goes on. Whatever ends the parent ends the workers.
+with all that it started, starts another, and goes on. A parent that ends takes its workers along;
+when it is killed, Linux ends them, but not what they started.
 """
 
 from __future__ import annotations
