@@ -309,6 +309,18 @@ def test_a_table_shows_its_record_and_its_absence(name: str, tmp_path: Path) -> 
     assert readme.render(full, tmp_path) == full
 
 
+def test_a_family_counts_both_phases_and_names_its_worst_case() -> None:
+    """Attention's forward has cuDNN beside it by name, and neither eager nor a row `vendor`."""
+    judged = [row for row in readme.families(ROOT).splitlines() if row.startswith("| attention")]
+    (cells,) = [[c.strip() for c in row.strip("|").split("|")] for row in judged]
+    _, cases, faster, level, slower, _, worst = cells
+    forward = readme._bench(ROOT, "bench-forward-attention")
+    assert forward is not None
+    assert int(cases) == int(faster) + int(level) + int(slower)
+    assert int(cases) > len({row.case_key for row in forward.rows})
+    assert "`attention` backward" in worst
+
+
 def _cells(shown: str, line: str) -> dict[str, str]:
     """A line of the first table, by its column's head."""
     rows = [[c.strip() for c in row.strip("|").split("|")] for row in shown.splitlines()]

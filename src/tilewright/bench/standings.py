@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from tilewright.bench.contest import Contest, grouped, time_of
+from tilewright.bench.contest import Contest, grouped, time_of, verdict
+from tilewright.ops import registry
 
 FAMILIES = {
     "attention": ("attention",),
@@ -47,15 +48,25 @@ def family_of(op: str) -> str:
 
 def standings(cases: Iterable[Contest]) -> list[Standing]:
     """Return a line for each family that has a case with a speed-up, in the families' order."""
-    judged = [case for case in cases if case.outcome]
+    judged = [case for case in cases if is_judged(case)]
     found = []
     for (family,), its in grouped(judged, lambda case: (family_of(case.first.op),)).items():
         ratios = [ratio(case) for case in its]
-        outcomes = Counter(case.outcome for case in its)
+        outcomes = Counter(map(verdict, ratios))
         faster, level, slower = (outcomes[one] for one in ("faster", "level", "slower"))
         found.append(Standing(family, ratios, faster, level, slower, min(its, key=ratio)))
     order = list(FAMILIES)
     return sorted(found, key=lambda one: (*order, one.family).index(one.family))
+
+
+def is_judged(case: Contest) -> bool:
+    """Whether a case counts: its field is whole, or its rivals are the vendor's kernels by name.
+
+    Nobody writes attention's formula out: records of its forward hold cuDNN's kernels and peers'.
+    """
+    op = registry().get(case.first.op)
+    by_name = op is not None and op.vendor_is_eager
+    return bool(case.outcome or (by_name and case.best and case.best_rival))
 
 
 def ratio(case: Contest) -> float:
